@@ -1,0 +1,1 @@
+"""MuxTune: many PEFT tasks on one frozen backbone."""

@@ -1,0 +1,62 @@
+"""The values that flow from data files to the engine.
+
+    line of a file -> Example (validated, canonical shape) -> TokenSequence (ids + mask of trained tokens)
+
+Arrays are read-only numpy; nothing here knows of torch. `index` counts the examples of a data set after validation and
+`line` (1-based) with `path` says where a user finds it. A *group* is the set of sequences that stay together in one
+optimizer batch: a single sequence for sft, the two of a pair for dpo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Shape = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. `content` may be empty where `tool_calls` is not; `train` None means "as train_on says"."""
+
+    role: str
+    content: str
+    train: bool | None = None
+    extra: Mapping[str, object] | None = None  # tool_calls, tool_call_id, name: handed to the template as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One validated line in canonical form: either `messages`, or `prompt`/`completion`, or `completion` alone (text)."""
+
+    path: str
+    line: int
+    shape: Shape
+    messages: tuple[Message, ...] = ()
+    prompt: str | None = None
+    completion: str | None = None
+    tools: tuple[Mapping[str, object], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """One tokenised sequence of T tokens.
+
+    `ids` is int32 [T]; `mask` is bool [T], true where the token is a *target*: the loss of predicting ids[t] from the
+    tokens before it counts. mask[0] is never true (nothing predicts the first token).
+    """
+
+    index: int
+    ids: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return int(self.ids.shape[0])
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.mask.sum())

@@ -1,0 +1,98 @@
+"""The vocabulary of plans: what the executor is told to do, and what it says it did.
+
+A `RoundSchedule` is one round - at most one optimizer step of each participant - as a list of actions in launch order.
+It holds names, indices and integers only: frozen, serialisable, printable without a device. Sequences are named by
+(source, index); the engine resolves them in the sources registered with it. The executor does exactly what the
+schedule says and answers with a `RoundRecord` in the same vocabulary.
+
+Legal schedules: the items of one `MicroBatch` either all train or all only go forward; a task has at most one item in
+a micro-batch; an `OptimStep` comes after the task's last train item; indices of a task's items keep the task's own order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+WorkKind = Literal["train", "eval", "reference", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRef:
+    """A sequence of `length` tokens: number `index` of the source, at place `slot` of its task's optimizer batch."""
+
+    index: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """`denominator`: trained tokens of the task's whole optimizer batch, all micro-batches (design contract 2)."""
+
+    denominator: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """A task's rows in one micro-batch. `task` None runs the bare backbone."""
+
+    task: str | None
+    kind: WorkKind
+    source: str
+    sequences: tuple[SequenceRef, ...]
+    loss: LossSpec | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(ref.length for ref in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One pass of the backbone over the rows of all its items: micro-batch `chunk` of hTask `htask`."""
+
+    htask: int
+    chunk: int
+    items: tuple[WorkItem, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(item.tokens for item in self.items)
+
+    @property
+    def trains(self) -> bool:
+        return any(item.kind == "train" for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep:
+    """Clip, check and apply the accumulated gradient of one task."""
+
+    task: str
+
+
+Action = MicroBatch | OptimStep
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSchedule:
+    round: int
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRecord:
+    """`action` is the index in the schedule; times are seconds since the round began."""
+
+    action: int
+    start_s: float
+    end_s: float
+    rows: int = 0  # rows the backbone ran, padding included
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    schedule: RoundSchedule
+    actions: tuple[ActionRecord, ...]
+    wall_s: float

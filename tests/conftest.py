@@ -1,0 +1,23 @@
+"""Shared set-up: two threads, no network, and small folders and models that many tests read and none may change."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch or transformers is imported anywhere: both read these once. Tests of packages without torch stay fast,
+# because nothing here imports it until a fixture asks.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama in Hugging Face layout, fp32, with tokenizer and chat template. Read-only."""
+    from tests.tiny import tiny_folder
+
+    return tiny_folder(tmp_path_factory.mktemp("tiny") / "llama", "llama")

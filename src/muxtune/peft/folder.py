@@ -1,0 +1,192 @@
+"""Adapter folders: what a training leaves, and what `adapter_path`, `sample` and `export` read.
+
+    adapter_config.json, adapter_model.safetensors    what peft (and vLLM) load
+    training_manifest.json                            where it came from, and how its prompts look
+    README.md                                         the card
+    tokenizer files, chat template, generation_config.json
+
+Written so that the adapter is whole or absent (`durable.py`); the same training writes the same bytes. Read as
+untrusted input: `untrusted.py` guards the containers, `lora_config.py` and `convert.py` the content, and a pickle is
+refused, never opened. A folder is read in time and memory proportional to what its config may hold on this model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from muxtune.data.manifest import FORMAT, JsonValue, TrainingManifest
+from muxtune.durable import staged_folder
+from muxtune.errors import AdapterError
+from muxtune.peft.card import card
+from muxtune.peft.convert import AttachPoints, LoraTensors, PeftPayload, check_layout, import_lora, lora_layout
+from muxtune.peft.lora_config import MAX_RANK, LoraFormat, parse_lora_config
+from muxtune.peft.untrusted import SafetensorsFile, read_json
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MANIFEST_FILE = "training_manifest.json"
+CARD_FILE = "README.md"
+GENERATION_FILE = "generation_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    TEMPLATE_FILE,
+)
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """A LoRA that has been judged sound for one model. `manifest` is None where another tool wrote the folder."""
+
+    form: LoraFormat
+    tensors: LoraTensors
+    base_name: str | None
+    manifest: TrainingManifest | None
+
+
+def write_adapter(
+    dest: Path,
+    payload: PeftPayload,
+    manifest: TrainingManifest,
+    *,
+    model_folder: Path | None = None,
+    chat_template: str | None = None,
+) -> None:
+    """Write an adapter folder at `dest`, or into it where it holds a run.
+
+    Args:
+        payload: the adapter in peft's format, such as `export_lora` makes.
+        model_folder: the base model's folder; its tokenizer and generation config are copied.
+        chat_template: the template of the job, where it is not the model's own.
+
+    Raises:
+        AdapterError: the base model's name is a path of this machine.
+    """
+    base = manifest.base.name
+    if not base or Path(base).is_absolute() or base.startswith(("~", "./", "../")):
+        raise AdapterError(
+            f"the base model's public name cannot be the path {base!r}",
+            hint="other machines do not have it; give a name with --base-name",
+        )
+    config = {**payload.config, "base_model_name_or_path": base}
+    with staged_folder(dest, key_file=CONFIG_FILE) as staging:
+        save_file(dict(payload.tensors), staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        (staging / CONFIG_FILE).write_text(_json(config), encoding="utf-8")
+        (staging / MANIFEST_FILE).write_text(_json(manifest.to_json()), encoding="utf-8")
+        (staging / CARD_FILE).write_text(card(config, manifest), encoding="utf-8")
+        if model_folder is not None:
+            _copy_tokenizer(model_folder, staging)
+            generation = generation_config(model_folder, manifest.prompt.stop_token_ids)
+            (staging / GENERATION_FILE).write_text(_json(generation), encoding="utf-8")
+        if chat_template is not None:
+            (staging / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
+
+
+def read_adapter(
+    folder: Path, attach_points: AttachPoints, *, base_sha256: str | None = None, max_rank: int = MAX_RANK
+) -> LoadedAdapter:
+    """Read a LoRA folder that anyone may have written, for the model that has `attach_points`.
+
+    Args:
+        base_sha256: the hash of the loaded base weights; an adapter whose manifest names another is refused.
+        max_rank: the largest rank that is taken.
+
+    Raises:
+        AdapterError: whatever is wrong with the folder, before any memory is spent on its tensors.
+    """
+    config = read_config(folder)
+    where = str(folder / CONFIG_FILE)
+    form = parse_lora_config(config, where=where, max_rank=max_rank)
+    layout = lora_layout(config, form, attach_points, where=where)
+    manifest = read_manifest(folder)
+    _check_base(manifest, base_sha256, folder)
+    weights = folder / WEIGHTS_FILE
+    with SafetensorsFile(weights) as file:
+        check_layout(file.tensors, layout, attach_points, where=str(weights))
+        tensors = file.load()
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise AdapterError(f"{name!r} holds NaN or infinity", where=str(weights), hint="use an earlier checkpoint")
+    base_name = config.get("base_model_name_or_path")
+    return LoadedAdapter(form, import_lora(tensors), base_name if isinstance(base_name, str) else None, manifest)
+
+
+def read_config(folder: Path) -> Mapping[str, JsonValue]:
+    """`adapter_config.json` of a folder that has its weights as safetensors.
+
+    Raises:
+        AdapterError: no adapter there, or its weights are a pickle.
+    """
+    if not folder.is_dir():
+        raise AdapterError("no such folder", where=str(folder), hint="give the folder that holds adapter_config.json")
+    for suffix in _PICKLE_SUFFIXES:
+        pickled = folder / f"adapter_model{suffix}"
+        if pickled.exists() or pickled.is_symlink():
+            raise AdapterError(
+                "a pickle, which can run any code when it is read, so it is never opened",
+                where=str(pickled),
+                hint="have its author save it as safetensors, and remove this file",
+            )
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).exists():
+            raise AdapterError(f"{name} is missing", where=str(folder), hint="this is not a complete adapter folder")
+    return read_json(folder / CONFIG_FILE)
+
+
+def read_manifest(folder: Path) -> TrainingManifest | None:
+    """Our manifest, or None where the folder has none (or one of another tool)."""
+    path = folder / MANIFEST_FILE
+    if not path.exists() and not path.is_symlink():
+        return None
+    value = read_json(path)
+    return TrainingManifest.from_json(value, where=str(path)) if value.get("format") == FORMAT else None
+
+
+def generation_config(model_folder: Path, stop_token_ids: Sequence[int]) -> dict[str, JsonValue]:
+    """The model's generation config with every stop token among its eos ids, so that replies end where they should."""
+    config = _json_file(model_folder / GENERATION_FILE)
+    if not config:
+        model = _json_file(model_folder / "config.json")
+        config = {key: model[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in model}
+    own = config.get("eos_token_id")
+    own_ids = own if isinstance(own, list) else [] if own is None else [own]
+    return {**config, "eos_token_id": list(dict.fromkeys([*stop_token_ids, *own_ids]))}
+
+
+def _check_base(manifest: TrainingManifest | None, base_sha256: str | None, folder: Path) -> None:
+    theirs = manifest.base.weights_sha256 if manifest else None
+    if manifest and theirs and base_sha256 and theirs != base_sha256:
+        note = f", {manifest.base.note}" if manifest.base.note else ""
+        raise AdapterError(
+            f"trained on other base weights: {manifest.base.name}{note}, sha256 {theirs[:12]}..., "
+            f"the loaded model has {base_sha256[:12]}...",
+            where=str(folder / MANIFEST_FILE),
+            hint="load the base model that it was trained on",
+        )
+
+
+def _copy_tokenizer(model_folder: Path, staging: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (model_folder / name).is_file():
+            (staging / name).write_bytes((model_folder / name).read_bytes())
+
+
+def _json_file(path: Path) -> dict[str, JsonValue]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _json(value: Mapping[str, JsonValue]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

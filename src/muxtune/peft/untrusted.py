@@ -74,6 +74,8 @@ class SafetensorsFile:
             tensors: dict[str, torch.Tensor] = parse_safetensors(data)
         except Exception as error:  # the library's own exception class is not public
             raise self._damaged(f"safetensors refuses it: {error}") from error
+        if {name: tuple(t.shape) for name, t in tensors.items()} != {n: i.shape for n, i in self.tensors.items()}:
+            raise self._damaged("it changed while it was read")
         return tensors
 
     def _read_header(self) -> dict[str, TensorInfo]:

@@ -31,7 +31,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One validated line in canonical form: either `messages`, or `prompt`/`completion`, or `completion` alone (text)."""
+    """One validated line in canonical form: `messages`, or `prompt` and `completion`, or `completion` alone (text)."""
 
     path: str
     line: int

@@ -76,7 +76,7 @@ def file_sha256(path: str) -> str:
 def open_regular(path: str) -> BinaryIO:
     """Opens a local regular file: never a pipe or a device, which could block or never end."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         hint = "data is read from local files; paths in a config are relative to the config file"
         raise DataError("no such file", where=path, hint=hint) from None

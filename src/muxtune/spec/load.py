@@ -1,0 +1,134 @@
+"""A YAML file and `--set`s to a RunSpec whose every value knows its origin.
+
+    file -> tree -> run's keys, jobs over their defaults under our keys (drafts.py)
+         -> --set -> one job a point of the matrix -> data paths -> JobSpec -> RunSpec
+
+A fault is a ConfigError whose `where` is the file, the line and the key: `three.yaml:12 jobs.sql.learning_rate`.
+Paths of data are joined to the config file's folder, output_dir and base_model stay as written. A null gives a key its
+default again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from muxtune.errors import ConfigError
+from muxtune.spec.aliases import RUN_ALIASES, canonical_run
+from muxtune.spec.border import Spec
+from muxtune.spec.drafts import RUN_KEYS, Draft, read_drafts
+from muxtune.spec.job import JobSpec
+from muxtune.spec.matrix import Point, read_matrix
+from muxtune.spec.merge import merge, merge_job, without_nulls
+from muxtune.spec.names import first_repeated, read_name
+from muxtune.spec.overrides import Override, job_of, overridden, read_overrides
+from muxtune.spec.paths import with_data_paths
+from muxtune.spec.run import RunSpec
+from muxtune.spec.tree import Leaf, Origin, Table, origin_at, plain, way_to
+from muxtune.spec.yaml_tree import read_yaml
+
+_S = TypeVar("_S", bound=Spec)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRun:
+    """A run, and what was given for it: the run's keys and `jobs`, by name, as a tree that knows its origins."""
+
+    run: RunSpec
+    given: Table
+
+    def origin(self, *path: str) -> Origin:
+        """Where the value at a path of `run` came from; jobs go by name: origin("jobs", "sql", "peft", "r")."""
+        return origin_at(self.given, path)
+
+
+def load_run(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> ResolvedRun:
+    """The run that a file and `KEY=VALUE`s over it describe. Raises ConfigError."""
+    source = os.fspath(path)
+    overrides = read_overrides(sets)
+    top = canonical_run(read_yaml(source))
+    for override in overrides:
+        if _sets_run(override):
+            top = merge(top, canonical_run(override.table))
+    drafts = _expanded(
+        read_drafts(top, source),
+        read_matrix(top.get("matrix")),
+        [override for override in overrides if not _sets_run(override)],
+    )
+    tables = {draft.name: _finished(draft, os.path.dirname(source)) for draft in drafts}
+    jobs = tuple(_validated(JobSpec, tables[draft.name], draft.at) for draft in drafts)
+    table = without_nulls(Table({key: node for key, node in top.entries.items() if key in RUN_KEYS}, top.origin))
+    run = _validated(RunSpec, replace(table, origin=Origin(source)), "", jobs=jobs)
+    return ResolvedRun(run, merge(table, Table({"jobs": Table(dict(tables))})))
+
+
+def _sets_run(override: Override) -> bool:
+    key = override.path[0]
+    return key in RUN_KEYS or key == "matrix" or any(key == alias.name for alias in RUN_ALIASES)
+
+
+def _expanded(drafts: Sequence[Draft], points: Sequence[Point], sets: Sequence[Override]) -> list[Draft]:
+    """Every job under the `--set`s that concern it, one for each point where it sweeps."""
+    members = {draft.name: _members(draft, points) for draft in drafts}
+    names = [draft.name for draft in drafts]
+    names += [member.name for named in members.values() for member, point in named if point]
+    shared: list[Table] = []
+    own: dict[str, list[Table]] = {name: [] for name in names}
+    for override in sets:
+        if override.path[0] == "jobs":
+            name = job_of(override, names)
+            own[name].append(override.for_job(name))
+        else:
+            shared.append(override.for_job(None))
+    expanded: list[Draft] = []
+    for draft in drafts:
+        for member, point in members[draft.name]:
+            changes = [*shared, *own[draft.name], *(own[member.name] if point else ())]
+            table = overridden(
+                draft.table, changes, frozenset(path for path, _ in point.settings) if point else frozenset()
+            )
+            table = merge_job(table, point.overrides) if point else table
+            expanded.append(replace(member, table=replace(table, origin=draft.table.origin)))
+    repeated = first_repeated(draft.name for draft in expanded)
+    if repeated is not None:
+        raise ConfigError(f"two jobs are named {repeated!r}", where="matrix", hint="a value may be listed twice")
+    return expanded
+
+
+def _members(draft: Draft, points: Sequence[Point]) -> list[tuple[Draft, Point | None]]:
+    """What a matrix makes of a job: jobs named by their values, yet without them."""
+    if not points or not draft.sweeps:
+        return [(draft, None)]
+    members: list[tuple[Draft, Point | None]] = []
+    for point in points:
+        name = f"{draft.name}-{point.suffix}"
+        origin = point.settings[0][1].origin
+        try:
+            read_name(name)
+        except ConfigError as error:
+            raise ConfigError(error.message, where=origin.at(draft.at), hint=error.hint) from None
+        members.append((replace(draft, name=name, at=f"jobs.{name}", name_origin=origin), point))
+    return members
+
+
+def _finished(draft: Draft, folder: str) -> Table:
+    table = with_data_paths(without_nulls(draft.table), folder)
+    return replace(table, entries={"name": Leaf(draft.name, draft.name_origin), **table.entries})
+
+
+def _validated(cls: type[_S], table: Table, at: str, **extra: object) -> _S:
+    values = plain(table)
+    assert isinstance(values, dict)
+    try:
+        return cls(**values, **extra)
+    except ConfigError as error:
+        place = _place(table, error.where, at)
+        raise ConfigError(error.message, where=place, hint=error.hint) from None
+
+
+def _place(table: Table, key: str | None, at: str) -> str:
+    """The place of the deepest node that was given on the way to `key`."""
+    *_, nearest_given = way_to(table, tuple((key or "").split(".")))
+    return nearest_given.origin.at(at, key or "")

@@ -1,0 +1,71 @@
+"""RunSpec: one backbone, the jobs that train on it, and how the machine is used. Validated, frozen, JSON round trip.
+
+What nothing implements yet (policies beyond the two below, several devices) is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from muxtune.errors import ConfigError
+from muxtune.spec.border import Spec
+from muxtune.spec.job import JobSpec
+from muxtune.spec.names import first_repeated
+from muxtune.spec.scalars import Integer, PathText, Size, choice, clip, read_integer
+
+_DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
+
+Policy = Annotated[
+    Literal["sequential", "fuse-all"], BeforeValidator(choice("sequential", "fuse-all", later=("padded", "muxtune")))
+]
+DType = Annotated[
+    Literal["auto", "fp32", "bf16", "fp64"],
+    BeforeValidator(choice("auto", "fp32", "bf16", "fp64", aliases=_DTYPE_ALIASES, later=("fp16", "float16"))),
+]
+
+
+def _read_device(value: object) -> str:
+    if not isinstance(value, str) or not _DEVICE.fullmatch(value.lower()):
+        raise ConfigError(f"should be auto, cpu, cuda or cuda:N, got {clip(value)}")
+    return value.lower()
+
+
+def _read_degree(value: object) -> int:
+    degree = read_integer(value)
+    if degree > 1:
+        raise ConfigError(f"{degree} is not supported yet", hint="one device a run: 1")
+    return degree
+
+
+Degree = Annotated[int, BeforeValidator(_read_degree), Field(ge=1)]
+
+
+class RunSpec(Spec):
+    base_model: PathText  # an alias, a folder (relative to the working directory) or a hub name
+    output_dir: PathText  # relative to the working directory; a job's output is output_dir/NAME
+    policy: Policy = "fuse-all"
+    memory_limit: Annotated[Size, Field(ge=1)] | None = None  # bytes; None: what the machine has
+    threads: Annotated[Integer, Field(ge=1, le=4096)] | None = None  # None: as torch chooses
+    device: Annotated[str, BeforeValidator(_read_device)] = "auto"  # auto: cuda if there, else cpu
+    dtype: DType = "auto"  # auto: bf16 on cuda, fp32 on cpu
+    tp: Degree = 1
+    pp: Degree = 1
+    jobs: Annotated[tuple[JobSpec, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _names_unique(self) -> Self:
+        repeated = first_repeated(job.name for job in self.jobs)
+        if repeated is not None:
+            raise ConfigError(f"two jobs are named {repeated!r} (case does not count)", where="jobs")
+        return self
+
+    def job(self, name: str) -> JobSpec:
+        """The job of that name; KeyError where there is none."""
+        for job in self.jobs:
+            if job.name == name:
+                return job
+        raise KeyError(name)

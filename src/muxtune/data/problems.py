@@ -87,8 +87,10 @@ class ProblemList:
 
 def clip(raw: bytes | str) -> str:
     """The first characters of a line, safe to print: no control characters, so no terminal escapes."""
-    text = raw[: 4 * CLIP_CHARS].decode("utf-8", "replace") if isinstance(raw, bytes) else raw[: CLIP_CHARS + 1]
-    shown = "".join(char if char.isprintable() else "\N{MIDDLE DOT}" for char in text.strip())
+    text = raw[: 4 * CLIP_CHARS].decode("utf-8", "replace") if isinstance(raw, bytes) else raw[: 4 * CLIP_CHARS]
+    shown = text.strip()
+    if not shown.isprintable():
+        shown = "".join(char if char.isprintable() else "\N{MIDDLE DOT}" for char in shown)
     return shown if len(shown) <= CLIP_CHARS else shown[: CLIP_CHARS - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 

@@ -216,7 +216,8 @@ _FATAL = (SecurityError, MemoryError, RecursionError, OutputLimitError)
 def _describe(error: Exception, source: str) -> tuple[str, str]:
     """(kind, message) of an error. The message goes to logs, so it may quote the template but never the data."""
     text = str(error)
-    quotes_template_only = all(name in source or name.endswith("object") for name in re.findall(r"'([^']*)'", text))
+    quoted = re.findall(r"'([^']*)'", re.sub(r"'[\w.]+( object)?' object", "", text))
+    quotes_template_only = all(name in source or name.endswith(" object") for name in quoted)
     if isinstance(error, SecurityError):
         return "security", text if quotes_template_only else "it reaches for what a template may not use"
     if isinstance(error, MemoryError):

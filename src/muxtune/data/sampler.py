@@ -3,8 +3,8 @@
 Epoch e is the stable order of examples by a 64-bit key each: example i of epoch e gets splitmix64's output number i of
 the stream that starts at the first 8 bytes of SHA-256("muxtune/order/SEED/EPOCH"). That map is a bijection of 64-bit
 words, so keys never tie and the order is the same on every machine and numpy version (numpy promises its own
-generators' streams only within a version). Sorting costs O(n log n) an epoch, under half a second for a million examples; no order
-depends on an earlier one, on other jobs or on what ran before.
+generators' streams only within a version). Sorting costs O(n log n) an epoch, under half a second for a million
+examples; no order depends on an earlier one, on other jobs or on what ran before.
 
 Batches do not cross epochs: the last of an epoch is smaller where the batch size does not divide n.
 """

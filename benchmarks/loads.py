@@ -1,0 +1,72 @@
+"""The loads of the benchmark: which tasks train on which sequences at each step.
+
+Two are measured: *light*, where a micro-batch is far too small to fill the machine and fusing should pay, and
+*non-uniform*, where lengths differ between tasks and examples and most of the gain is padding not computed. Lengths
+are those of real data (`benchmarks.lengths`); token ids are random, since the cost does not depend on them. Only
+completions are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.lengths import Length, stored_lengths
+from muxtune.data.types import TokenSequence
+
+Batch = tuple[TokenSequence, ...]
+
+NON_UNIFORM = ("sst2",) * 3 + ("openbookqa",) * 3 + ("rte",) * 2
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`tasks[t][s]` is the micro-batch of task t at step s; every task has the same number of steps."""
+
+    name: str
+    tasks: tuple[tuple[Batch, ...], ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.tasks[0])
+
+    def real_tokens(self, step: int) -> int:
+        """Tokens of all tasks' sequences at the step: what tokens per second are counted in."""
+        return sum(len(sequence) for task in self.tasks for sequence in task[step])
+
+    def trained_tokens(self, step: int) -> int:
+        """Those of them that are targets."""
+        return sum(sequence.trained_tokens for task in self.tasks for sequence in task[step])
+
+    def padding(self) -> float:
+        """Tokens of padded batches, each task by itself, over real tokens: all steps."""
+        padded = sum(len(batch) * max(map(len, batch)) for task in self.tasks for batch in task)
+        return padded / sum(self.real_tokens(step) for step in range(self.steps))
+
+
+def light(steps: int, *, vocab: int, tasks: int = 8, tokens: int = 16) -> Load:
+    """Each task's micro-batch is one example, half prompt and half completion."""
+    length = Length(prompt=tokens // 2, completion=tokens - tokens // 2)
+    return Load("light", tuple(_batches([length] * steps, 1, seed, vocab) for seed in range(tasks)))
+
+
+def non_uniform(steps: int, *, vocab: int, micro_batch: int = 4) -> Load:
+    """Eight tasks with the lengths of three SST-2, three OpenBookQA and two RTE jobs."""
+    stored = stored_lengths()
+    tasks = []
+    for seed, name in enumerate(NON_UNIFORM):
+        rng = np.random.default_rng(seed)
+        drawn = rng.choice(len(stored[name]), size=steps * micro_batch, replace=steps * micro_batch > len(stored[name]))
+        tasks.append(_batches([stored[name][i] for i in drawn], micro_batch, seed, vocab))
+    return Load("non-uniform", tuple(tasks))
+
+
+def _batches(lengths: Sequence[Length], micro_batch: int, seed: int, vocab: int) -> tuple[Batch, ...]:
+    rng = np.random.default_rng([seed, vocab])
+    sequences = []
+    for index, length in enumerate(lengths):
+        ids = rng.integers(0, vocab, size=length.prompt + length.completion, dtype=np.int32)
+        sequences.append(TokenSequence(index, ids, np.arange(len(ids)) >= length.prompt))
+    return tuple(tuple(sequences[at : at + micro_batch]) for at in range(0, len(sequences), micro_batch))

@@ -1,0 +1,68 @@
+"""Interleaved measurement: a noisy machine is noisy for every side alike.
+
+Round r runs step r of every side, in an order that turns by one each round; the first rounds are not counted. Figures
+are medians; ratios are medians of the rounds' own ratios, so that a slow minute hits numerator and denominator both.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Step = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of one side's counted rounds, in order."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median of the middle half of the rounds."""
+        ordered = sorted(self.seconds)
+        quarter = len(ordered) // 4
+        middle = ordered[quarter : len(ordered) - quarter]
+        return (middle[-1] - middle[0]) / self.median_s
+
+
+def interleave(sides: Mapping[str, Step], rounds: int, *, warmup: int = 1) -> dict[str, Timings]:
+    """Run step 0, 1, ... of every side; returns the seconds of `rounds` rounds after `warmup` uncounted ones."""
+    names = list(sides)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for step in range(warmup + rounds):
+        turn = step % len(names)
+        for name in names[turn:] + names[:turn]:
+            elapsed = _timed(sides[name], step)
+            if step >= warmup:
+                seconds[name].append(elapsed)
+    return {name: Timings(tuple(values)) for name, values in seconds.items()}
+
+
+def ratio(slow: Timings, fast: Timings) -> float:
+    """How many times faster: the median over rounds of slow / fast."""
+    return statistics.median(a / b for a, b in zip(slow.seconds, fast.seconds, strict=True))
+
+
+def _timed(step: Step, index: int) -> float:
+    gc.collect()
+    _synchronize()
+    start = time.perf_counter()
+    step(index)
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

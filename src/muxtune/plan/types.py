@@ -6,7 +6,7 @@ It holds names, indices and integers only: frozen, serialisable, printable witho
 schedule says and answers with a `RoundRecord` in the same vocabulary.
 
 Legal schedules: the items of one `MicroBatch` either all train or all only go forward; a task has at most one item in
-a micro-batch; an `OptimStep` comes after the task's last train item; indices of a task's items keep the task's own order.
+a micro-batch; an `OptimStep` comes after the task's last train item; a task's items keep the task's own order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WorkKind = Literal["train", "eval", "reference", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class SequenceRef:
-    """A sequence of `length` tokens: number `index` of the source, at place `slot` of its task's optimizer batch."""
+    """A sequence of `length` tokens: number `index` of its item's source."""
 
     index: int
     length: int
@@ -81,6 +81,37 @@ class RoundSchedule:
 
 
 @dataclass(frozen=True, slots=True)
+class ItemOutcome:
+    """What a train, eval or reference item came to: sums over its trained tokens.
+
+    `logprobs` (one per trained token, in order) is kept for reference items only.
+    """
+
+    task: str | None
+    kind: WorkKind
+    loss_sum: float
+    tokens: int
+    correct: int
+    input_tokens: int
+    logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """One applied optimizer step - or, with `error`, one that was refused before it changed anything."""
+
+    task: str
+    step: int
+    loss: float
+    accuracy: float
+    tokens: int
+    input_tokens: int
+    grad_norm: float
+    lr: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ActionRecord:
     """`action` is the index in the schedule; times are seconds since the round began."""
 
@@ -88,11 +119,14 @@ class ActionRecord:
     start_s: float
     end_s: float
     rows: int = 0  # rows the backbone ran, padding included
-    error: str | None = None
+    items: tuple[ItemOutcome, ...] = ()
+    step: StepOutcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
+    """What ran, action by action, in the order of the schedule."""
+
     schedule: RoundSchedule
     actions: tuple[ActionRecord, ...]
     wall_s: float

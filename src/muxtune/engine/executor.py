@@ -1,0 +1,152 @@
+"""Runs schedules: the one primitive of the engine.
+
+`execute` does exactly what a `RoundSchedule` says, action by action, and answers with a `RoundRecord` in the same
+vocabulary. A train micro-batch is one forward and one backward pass of the backbone over the rows of all its items; a
+forward-only one (eval, reference) keeps no graph; a decode one feeds new tokens to the sequences of a `DecodeSource`.
+
+The boundary: it knows tasks by name, and sequences by (source, index). It owns no order, no policy and no clock but the
+one it times actions with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from muxtune.data.types import TokenSequence
+from muxtune.engine.decode import DecodeSource, run_decode
+from muxtune.engine.packing import ItemRows, PackedBatch, pack
+from muxtune.engine.task import Task
+from muxtune.errors import StateError
+from muxtune.models.attach import Pass
+from muxtune.models.attention import AttentionContext
+from muxtune.models.backbone import Backbone
+from muxtune.models.loss import TokenLosses, token_losses, token_losses_plain
+from muxtune.peft.base import Dispatch
+from muxtune.peft.dropout import RowKeys, row_keys
+from muxtune.peft.multiplex import hooks
+from muxtune.plan.types import ActionRecord, ItemOutcome, MicroBatch, OptimStep, RoundRecord, RoundSchedule
+
+Source = Sequence[TokenSequence] | DecodeSource
+
+
+class Executor:
+    """Args: `tasks` and `sources` are read at each execute; `plain` selects the twin of every fast path."""
+
+    def __init__(
+        self, backbone: Backbone, tasks: Mapping[str, Task], sources: Mapping[str, Source], *, plain: bool = False
+    ) -> None:
+        self._backbone = backbone
+        self._tasks = tasks
+        self._sources = sources
+        self._plain = plain
+
+    def execute(self, schedule: RoundSchedule) -> RoundRecord:
+        """Run every action in order.
+
+        Raises StateError, before anything has run, where the schedule names a task or a source that is not there.
+        """
+        self._check(schedule)
+        began = time.perf_counter()
+        records: list[ActionRecord] = []
+        for index, action in enumerate(schedule.actions):
+            start_s = time.perf_counter() - began
+            if isinstance(action, OptimStep):
+                step = self._tasks[action.task].optimizer_step()
+                record = ActionRecord(index, start_s, time.perf_counter() - began, step=step)
+            else:
+                items, rows = self._micro_batch(action)
+                record = ActionRecord(index, start_s, time.perf_counter() - began, rows, items)
+            records.append(record)
+        return RoundRecord(schedule, tuple(records), time.perf_counter() - began)
+
+    def _check(self, schedule: RoundSchedule) -> None:
+        for action in schedule.actions:
+            items = () if isinstance(action, OptimStep) else action.items
+            named = [action.task] if isinstance(action, OptimStep) else [item.task for item in items]
+            for task in named:
+                if task is not None and task not in self._tasks:
+                    raise StateError("no such task is attached", where=task)
+            if len({item.kind == "train" for item in items}) > 1 or len(named) != len(set(named)):
+                raise StateError("a micro-batch mixes train and forward-only items, or names a task twice")
+            for item in items:
+                if item.source not in self._sources:
+                    raise StateError("no such source of sequences", where=item.source)
+                if item.kind == "train" and item.task is None:
+                    raise StateError("the bare backbone cannot train", where=item.source)
+
+    def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
+        if all(item.kind == "decode" for item in batch.items):
+            return (), run_decode(self._backbone, batch, self._tasks, self._sources, plain=self._plain)
+        sources = {
+            item.source: source
+            for item in batch.items
+            if not isinstance(source := self._sources[item.source], DecodeSource)
+        }
+        packed = pack(batch, sources, self._backbone.device, self._precision)
+        losses = self._train(packed) if batch.trains else self._forward(packed)
+        outcomes = tuple(_outcomes(packed, losses))
+        for outcome in outcomes:
+            if outcome.kind == "train" and outcome.task is not None:
+                self._tasks[outcome.task].count(outcome)
+        return outcomes, len(packed.ids_T)
+
+    @property
+    def _precision(self) -> torch.dtype:
+        return torch.promote_types(self._backbone.dtype, torch.float32)
+
+    def _train(self, packed: PackedBatch) -> TokenLosses:
+        with torch.enable_grad():
+            rows_ND = self._predicting_rows(packed)
+        losses = self._losses(rows_ND.detach(), packed)
+        assert losses.grad_ND is not None
+        torch.autograd.backward([rows_ND], [losses.grad_ND])
+        return losses
+
+    @torch.no_grad()
+    def _forward(self, packed: PackedBatch) -> TokenLosses:
+        return self._losses(self._predicting_rows(packed), packed)
+
+    def _predicting_rows(self, packed: PackedBatch) -> Tensor:
+        dispatches = [
+            Dispatch(rows.start, rows.stop, self._tasks[rows.item.task].adapter, self._keys(rows))
+            for rows in packed.items
+            if rows.item.task is not None
+        ]
+        current = Pass(AttentionContext(packed.segments), hooks(dispatches, plain=self._plain))
+        return self._backbone.hidden(packed.ids_T, packed.positions_T, current)[packed.predict_N]
+
+    def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
+        losses_of = token_losses_plain if self._plain else token_losses
+        return losses_of(self._backbone.head, rows_ND, packed.target_N, packed.weight_N)
+
+    def _keys(self, rows: ItemRows) -> RowKeys | None:
+        assert rows.item.task is not None
+        task = self._tasks[rows.item.task]
+        if rows.item.kind != "train" or not task.adapter.stochastic:
+            return None
+        return row_keys(task.job.seed, task.step, rows.example_t, rows.position_t, self._backbone.device)
+
+
+def _outcomes(packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:
+    """Per item, summed in float64 in the order of its tokens, so that no co-runner can change a bit."""
+    logprob_N, correct_N = losses.logprob_N.double().cpu().numpy(), losses.correct_N.cpu().numpy()
+    outcomes = []
+    for rows in packed.items:
+        own = slice(rows.first, rows.last)
+        logprobs = tuple(logprob_N[own].tolist()) if rows.item.kind == "reference" else None
+        outcomes.append(
+            ItemOutcome(
+                rows.item.task,
+                rows.item.kind,
+                float(-logprob_N[own].sum()),
+                rows.last - rows.first,
+                int(correct_N[own].sum()),
+                rows.stop - rows.start,
+                logprobs,
+            )
+        )
+    return outcomes

@@ -1,0 +1,175 @@
+"""The round loop: rounds of optimizer steps until every task has had its own, with evaluation and saving between.
+
+A round is one optimizer step of each participant. Between rounds - the only place where tasks start, stop, pause or
+fail - the loop evaluates and checkpoints the tasks for which that is due, all evaluations of a round fused in
+forward-only passes. It yields what happened as values (`muxtune.spec.event`) and writes nothing itself: folders are
+the business of the `TaskFolder`s it is handed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from muxtune.engine.engine import Engine
+from muxtune.engine.task import Task
+from muxtune.plan.types import ItemOutcome, RoundRecord, StepOutcome
+from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
+from muxtune.spec.status import JobStatus
+
+SAVE_EVERY_S = 600.0
+
+
+class Folder(Protocol):
+    """Where a task's results go (`muxtune.engine.task_folder`)."""
+
+    def record(self, event: RunEvent) -> None: ...
+    def checkpoint(self, task: Task) -> str: ...
+    def complete(self, task: Task) -> str: ...
+
+
+class Runner:
+    """Args:
+    folders: where each task writes, by name; a task without one writes nothing.
+    stop: asked before each round; true ends the run after saving a checkpoint of every task.
+    clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        folders: Mapping[str, Folder] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._folders = folders or {}
+        self._stop = stop
+        self._clock = clock
+        self._saved_at = {name: clock() for name in engine.tasks}
+        self.rounds: list[RoundRecord] = []
+        self.interrupted = False
+
+    def run(self) -> Iterator[RunEvent]:
+        """Yield events until no attached task has a step left, or `stop` says so."""
+        for event in self._events():
+            folder = self._folders.get(event.task)
+            if folder is not None:
+                folder.record(event)
+            yield event
+
+    def _events(self) -> Iterator[RunEvent]:
+        for task in self._waiting():
+            if task.step >= task.total_steps:
+                yield from self._complete(task)
+        while participants := self._participants():
+            if self._stop():
+                self.interrupted = True
+                yield from self._interrupt(participants)
+                return
+            for task in participants:
+                if task.status is JobStatus.QUEUED:
+                    task.become(JobStatus.RUNNING)
+                    yield TaskEvent("resumed" if task.step else "started", task.name, task.step)
+            schedule = self._engine.schedule([task.participant() for task in participants])
+            yield from self._after(self._engine.execute(schedule))
+
+    def _waiting(self) -> list[Task]:
+        return [task for task in self._engine.tasks.values() if task.status is JobStatus.QUEUED]
+
+    def _participants(self) -> list[Task]:
+        """All that can run: the fairness policy of one tenant."""
+        return [task for task in self._engine.tasks.values() if task.runnable]
+
+    def _after(self, record: RoundRecord) -> Iterator[RunEvent]:
+        self.rounds.append(record)
+        stepped: list[Task] = []
+        for outcome in (action.step for action in record.actions):
+            if outcome is None:
+                continue
+            task = self._engine.tasks[outcome.task]
+            if outcome.error is not None:
+                yield self._fail(task, outcome.error)
+                continue
+            stepped.append(task)
+            yield step_result(task, outcome, record.wall_s)
+        yield from self._evaluate([task for task in stepped if evaluation_due(task)])
+        for task in stepped:
+            if task.step >= task.total_steps:
+                yield from self._complete(task)
+            elif self._save_due(task):
+                yield from self._checkpoint(task)
+
+    def _evaluate(self, tasks: Sequence[Task]) -> Iterator[EvalResult]:
+        if not tasks:
+            return
+        schedule = self._engine.schedule([task.validation_participant() for task in tasks], "eval")
+        record = self._engine.execute(schedule)
+        self.rounds.append(record)
+        for task in tasks:
+            own = [item for action in record.actions for item in action.items if item.task == task.name]
+            yield eval_result(task, own)
+
+    def _fail(self, task: Task, error: str) -> TaskEvent:
+        task.become(JobStatus.FAILED)
+        code, _, message = error.partition(": ")
+        return TaskEvent("failed", task.name, task.step, message, {"code": code})
+
+    def _complete(self, task: Task) -> Iterator[RunEvent]:
+        if task.status is JobStatus.QUEUED:
+            task.become(JobStatus.RUNNING)
+        folder = self._folders.get(task.name)
+        yield from self._checkpoint(task)
+        path = folder.complete(task) if folder is not None else ""
+        task.become(JobStatus.COMPLETED)
+        yield TaskEvent("completed", task.name, task.step, path)
+
+    def _interrupt(self, tasks: Iterable[Task]) -> Iterator[RunEvent]:
+        for task in tasks:
+            yield from self._checkpoint(task)
+            if task.status is JobStatus.RUNNING:
+                task.become(JobStatus.QUEUED)
+
+    def _checkpoint(self, task: Task) -> Iterator[RunEvent]:
+        folder = self._folders.get(task.name)
+        if folder is not None:
+            path = folder.checkpoint(task)
+            self._saved_at[task.name] = self._clock()
+            yield TaskEvent("checkpoint", task.name, task.step, path)
+
+    def _save_due(self, task: Task) -> bool:
+        every = task.job.save_steps or task.sampler.steps_per_epoch
+        started = self._saved_at.setdefault(task.name, self._clock())
+        return task.step % every == 0 or self._clock() - started >= SAVE_EVERY_S
+
+
+def evaluation_due(task: Task) -> bool:
+    """Every `eval_steps` steps (or epoch), and after the last."""
+    if not task.data.validation:
+        return False
+    every = task.job.eval_every or task.sampler.steps_per_epoch
+    return task.step % every == 0 or task.step >= task.total_steps
+
+
+def step_result(task: Task, outcome: StepOutcome, wall_s: float) -> StepResult:
+    return StepResult(
+        task.name,
+        outcome.step,
+        outcome.loss,
+        outcome.lr,
+        outcome.grad_norm,
+        outcome.tokens,
+        outcome.input_tokens,
+        outcome.accuracy,
+        task.epoch,
+        wall_s,
+    )
+
+
+def eval_result(task: Task, items: Sequence[ItemOutcome]) -> EvalResult:
+    """Mean over all trained tokens of the validation set."""
+    tokens = sum(item.tokens for item in items)
+    loss = sum(item.loss_sum for item in items) / max(1, tokens)
+    return EvalResult(task.name, task.step, loss, sum(item.correct for item in items) / max(1, tokens), tokens)

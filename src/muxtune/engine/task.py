@@ -1,0 +1,143 @@
+"""One task: a job while it trains. Its adapter, optimizer, data order and counters - everything the job owns.
+
+Which examples make up optimizer step s, in which order, and how they are split into chunks are pure functions of the
+job, its data and s; nothing here ever looks at another task (design contract 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from muxtune.data.sampler import Sampler
+from muxtune.data.types import TokenSequence
+from muxtune.engine.optim import FlatAdamW
+from muxtune.errors import StateError
+from muxtune.peft.lora import LoraAdapter
+from muxtune.plan.align import split_chunks
+from muxtune.plan.round import Participant
+from muxtune.plan.types import ItemOutcome, SequenceRef, StepOutcome
+from muxtune.spec.job import JobSpec
+from muxtune.spec.schedule import lr_at, total_steps
+from muxtune.spec.status import JobStatus
+
+
+@dataclass(frozen=True, slots=True)
+class TaskData:
+    """A task's tokenised examples. `train[i].index` is i, which is also what dropout calls the example."""
+
+    train: Sequence[TokenSequence]
+    validation: Sequence[TokenSequence] = ()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Sums over the train items of the optimizer step in progress."""
+
+    loss_sum: float = 0.0
+    tokens: int = 0
+    correct: int = 0
+    input_tokens: int = 0
+
+
+class Task:
+    """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts."""
+
+    def __init__(self, job: JobSpec, adapter: LoraAdapter, data: TaskData, *, chunk_tokens: int) -> None:
+        self.job = job
+        self.name = job.name
+        self.adapter = adapter
+        self.data = data
+        self.chunk_tokens = chunk_tokens
+        self.optimizer = FlatAdamW(adapter.parameters, weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm)
+        self.sampler = Sampler(max(1, len(data.train)), job.effective_batch, job.seed, shuffle=job.shuffle)
+        self.status = JobStatus.QUEUED
+        self.step = 0  # optimizer steps done
+        self.trained_tokens = 0
+        self.total_steps = total_steps(job, len(data.train)) if data.train else job.max_steps or 0
+        self._pending = _Pending()
+
+    def become(self, status: JobStatus) -> None:
+        self.status = self.status.become(status, job=self.name)
+
+    @property
+    def runnable(self) -> bool:
+        return self.status in (JobStatus.QUEUED, JobStatus.RUNNING) and self.step < self.total_steps
+
+    @property
+    def train_source(self) -> str:
+        return f"{self.name}/train"
+
+    @property
+    def validation_source(self) -> str:
+        return f"{self.name}/validation"
+
+    @property
+    def epoch(self) -> float:
+        return self.sampler.epoch_after(self.step)
+
+    def participant(self) -> Participant:
+        """The next optimizer step as chunks of sequences."""
+        if not self.data.train:
+            raise StateError("has no training data to run on", where=self.name, hint="attach it with datasets")
+        indices = self.sampler.batch(self.step)
+        return self._participant(self.train_source, self.data.train, indices)
+
+    def validation_participant(self) -> Participant:
+        """The whole validation set, forward only."""
+        indices = list(range(len(self.data.validation)))
+        return self._participant(self.validation_source, self.data.validation, indices)
+
+    def _participant(self, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int]) -> Participant:
+        return participant_of(self.name, source, sequences, indices, self.chunk_tokens)
+
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        return lr_at(self.job, self.step, self.total_steps)
+
+    def count(self, outcome: ItemOutcome) -> None:
+        """Add a train item to the optimizer step in progress."""
+        self._pending.loss_sum += outcome.loss_sum
+        self._pending.tokens += outcome.tokens
+        self._pending.correct += outcome.correct
+        self._pending.input_tokens += outcome.input_tokens
+
+    def drop_pending(self) -> None:
+        """Forget the optimizer step in progress: nothing of it has been applied."""
+        self._pending = _Pending()
+        self.adapter.parameters.zero_gradient()
+
+    def optimizer_step(self, lr: float | None = None) -> StepOutcome:
+        """Apply the step in progress, or - where its loss or gradient is not finite - drop it and say so."""
+        pending, norm = self._pending, self.optimizer.gradient_norm()
+        lr = self.learning_rate() if lr is None else lr
+        loss = pending.loss_sum / pending.tokens if pending.tokens else 0.0
+        error = None
+        if not math.isfinite(loss):
+            error = f"non_finite_loss: the loss is {loss}"
+        elif not math.isfinite(norm):
+            error = f"non_finite_gradient: the gradient's norm is {norm}"
+        else:
+            self.optimizer.step(lr, norm)
+            self.step += 1
+            self.trained_tokens += pending.tokens
+        self.drop_pending()
+        accuracy = pending.correct / pending.tokens if pending.tokens else 0.0
+        return StepOutcome(self.name, self.step, loss, accuracy, pending.tokens, pending.input_tokens, norm, lr, error)
+
+
+def participant_of(
+    task: str | None, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int], chunk_tokens: int
+) -> Participant:
+    """Sequences `indices` of a source as chunks, with the denominator of them all."""
+    chosen = [sequences[index] for index in indices]
+    chunks = split_chunks([len(sequence) for sequence in chosen], chunk_tokens)
+    return Participant(
+        task,
+        source,
+        tuple(tuple(SequenceRef(indices[place], len(chosen[place])) for place in chunk) for chunk in chunks),
+        int(np.sum([sequence.trained_tokens for sequence in chosen])) or 1,
+    )

@@ -1,0 +1,146 @@
+"""Attention over packed rows: each *segment* of queries sees its own keys and values, and nothing else.
+
+All sequences of a micro-batch lie one after another in one row dimension T; a segment says which rows form one
+sequence. Packing, padding rows and decoding from a cache are the same structure: a segment's keys are its own rows,
+after those that its cache slot already holds. No block mask is ever built; each segment is one call of PyTorch's scaled
+dot-product attention, so its result depends on its own rows only.
+
+The function is registered with transformers' attention interface under `ATTENTION_NAME`; transformers' modules call it
+in place of their own once `attn_implementation` says so. The mask function beside it returns None: transformers must
+build no mask of its own.
+
+Cost: one kernel launch a segment; a causal sequence of n tokens costs n^2/2. Block-diagonal masks and padding measured
+2.8x and 2.9x slower on ragged short sequences (docs/log.md).
+
+Legend: T packed tokens, S tokens of one segment, P cached tokens, H query heads, G key/value heads, K head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from muxtune.models.kv_cache import KVCache
+
+ATTENTION_NAME = "muxtune_packed"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`rows` consecutive query rows. With a `cache_slot` their keys join those the slot holds from earlier passes."""
+
+    rows: int
+    cache_slot: int | None = None
+
+
+@dataclass(slots=True)
+class AttentionContext:
+    """What attention needs to know of one pass. `calls` counts per layer, for the support probe."""
+
+    segments: Sequence[Segment]
+    cache: KVCache | None = None
+    calls: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sizes = [segment.rows for segment in self.segments]
+
+    sizes: list[int] = field(init=False)
+
+
+def packed_attention(
+    module: nn.Module,
+    query_1HTK: Tensor,
+    key_1GTK: Tensor,
+    value_1GTK: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature over packed rows; returns ([1, T, H, K], None).
+
+    The backbone's own dropout stays off, so `dropout` is ignored; `attention_mask` is None by our mask function.
+    """
+    context = _context_of(module)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    context.calls[layer] = context.calls.get(layer, 0) + 1
+    scale = scaling if scaling is not None else query_1HTK.shape[-1] ** -0.5
+    outputs = []
+    # split, not slicing: the backward of split is one concatenation, that of a slice a whole-size buffer of zeros
+    for segment, q, k, v in zip(
+        context.segments,
+        query_1HTK.split(context.sizes, dim=2),
+        key_1GTK.split(context.sizes, dim=2),
+        value_1GTK.split(context.sizes, dim=2),
+        strict=True,
+    ):
+        if segment.cache_slot is not None:
+            assert context.cache is not None
+            k, v = context.cache.extend(layer, segment.cache_slot, k, v)
+        outputs.append(_attend(q, k, v, scale, sliding_window, softcap).transpose(1, 2))
+    return torch.cat(outputs, dim=1), None
+
+
+def _context_of(module: nn.Module) -> AttentionContext:
+    """The context of the pass that the module's backbone is in (see `muxtune.models.attach`)."""
+    current = module.__dict__["muxtune_slot"].current
+    assert current is not None, "packed attention outside a pass"
+    context: AttentionContext = current.attention
+    return context
+
+
+def _attend(
+    q_1HSK: Tensor, k_1GNK: Tensor, v_1GNK: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Causal attention of the last S of N positions; a query sees at most `window` keys, its own included."""
+    queries, keys = q_1HSK.shape[2], k_1GNK.shape[2]
+    grouped = q_1HSK.shape[1] != k_1GNK.shape[1]
+    windowed = window is not None and keys > window
+    if softcap is None and not windowed and (queries == keys or queries == 1):
+        return F.scaled_dot_product_attention(
+            q_1HSK, k_1GNK, v_1GNK, is_causal=queries > 1, scale=scale, enable_gqa=grouped
+        )
+    visible_SN = _visible(queries, keys, window if windowed else None, q_1HSK.device)
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q_1HSK, k_1GNK, v_1GNK, attn_mask=visible_SN, scale=scale, enable_gqa=grouped
+        )
+    return _softcapped(q_1HSK, k_1GNK, v_1GNK, visible_SN, scale, softcap)
+
+
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [S, N]: which keys each query sees."""
+    query_S1 = torch.arange(keys - queries, keys, device=device)[:, None]
+    key_1N = torch.arange(keys, device=device)[None, :]
+    visible = key_1N <= query_S1
+    return visible if window is None else visible & (key_1N > query_S1 - window)
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, visible_SN: Tensor, scale: float, softcap: float) -> Tensor:
+    """Gemma-2's capped scores, which no fused kernel of this version offers."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores_1HSN = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
+    # softmax in at least fp32, as transformers does, but never below the inputs' own precision
+    accumulate = torch.promote_types(q.dtype, torch.float32)
+    weights = scores_1HSN.masked_fill(~visible_SN, float("-inf")).softmax(-1, dtype=accumulate)
+    return weights.to(v.dtype) @ v
+
+
+def register() -> None:
+    """Make the function known to transformers; safe to call again."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, packed_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None

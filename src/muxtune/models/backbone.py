@@ -1,0 +1,163 @@
+"""The frozen backbone: embeddings, a chain of blocks, a final norm and a head, over packed rows.
+
+The engine drives the chain; nothing family-specific is written again. `begin` runs the model's own forward pass with
+its decoder layers recorded instead of run: that yields the rows that enter the first layer (embedding scales, learned
+positions and input projections included) and the arguments the model would hand each layer (rotary tables among them).
+A `Block` then runs one layer; transformers' modules are the general block. `finish` applies what follows the layers.
+The support probe (`muxtune.models.probe`) compares this composition with the untouched model at load.
+
+Nothing here ever asks for a weight gradient: parameters are frozen, and rows below the lowest adapter carry no graph.
+
+Legend: T packed tokens, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from muxtune.errors import ModelError
+from muxtune.models.attach import LinearOp, Pass, PassSlot, install
+from muxtune.models.attention import ATTENTION_NAME
+from muxtune.models.loss import Head
+from muxtune.models.recipes import Recipe, recipe_for
+
+_Call = tuple[
+    Tensor, tuple[Any, ...], dict[str, Any]
+]  # the rows, positional and keyword arguments a layer is called with
+
+
+class Block(Protocol):
+    """One decoder layer as the engine sees it: rows in, rows out. Chosen per engine, never per batch."""
+
+    def forward(self, x_TD: Tensor, prelude: Prelude, current: Pass) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prelude:
+    """What the model computes before its layers: their input rows, and each layer's other arguments."""
+
+    x_TD: Tensor
+    calls: Sequence[_Call]
+
+
+class TransformersBlock:
+    """The general block: transformers' own decoder layer, its linears and attention routed through the pass."""
+
+    def __init__(self, index: int, layer: nn.Module, slot: PassSlot) -> None:
+        self._index = index
+        self._layer_forward = type(layer).forward.__get__(layer)
+        self._slot = slot
+
+    def forward(self, x_TD: Tensor, prelude: Prelude, current: Pass) -> Tensor:
+        _, arguments, keywords = prelude.calls[self._index]
+        self._slot.current = current
+        try:
+            output = self._layer_forward(x_TD[None], *arguments, **keywords)
+        finally:
+            self._slot.current = None
+        x_1TD: Tensor = output[0] if isinstance(output, tuple) else output
+        return x_1TD[0]
+
+
+class _Recorder:
+    """Stands in for a layer's forward while `begin` runs: notes rows and arguments, and passes the rows on."""
+
+    def __init__(self, notes: list[_Call]) -> None:
+        self._notes = notes
+
+    def __call__(self, x_1TD: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        self._notes.append((x_1TD, arguments, keywords))
+        return x_1TD
+
+
+class Backbone:
+    """A loaded model whose layers this program drives. Loaded once, never changed.
+
+    Raises ModelError where the model's parts cannot be found.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval().requires_grad_(False)
+        if model.config._attn_implementation != ATTENTION_NAME:
+            model.set_attn_implementation(ATTENTION_NAME)
+        self.config = model.config
+        self.recipe: Recipe = recipe_for(model, model.config.model_type)
+        self._body = model.get_submodule(self.recipe.body)
+        layers = getattr(self._body, self.recipe.layers)
+        self._norm: nn.Module | None = getattr(self._body, self.recipe.norm) if self.recipe.norm else None
+        self._project_out: nn.Module | None = (
+            getattr(self._body, self.recipe.project_out) if self.recipe.project_out else None
+        )
+        self.head = _head_of(model)
+        self.slot = PassSlot()
+        self._notes: list[_Call] = []
+        prefix = f"{self.recipe.body}.{self.recipe.layers}"
+        self.attach_points: dict[str, LinearOp] = install(
+            {f"{prefix}.{index}": layer for index, layer in enumerate(layers)}, self.slot
+        )
+        self.blocks: list[Block] = [TransformersBlock(index, layer, self.slot) for index, layer in enumerate(layers)]
+        for layer in layers:
+            layer.__dict__["forward"] = _Recorder(self._notes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight_VD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight_VD.dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions the model was built for, or None where its configuration does not say."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        return int(limit) if limit is not None else None
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.head.weight_VD.shape[0])
+
+    @torch.no_grad()
+    def begin(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Prelude:
+        """Everything before the first layer, for T packed rows."""
+        self._notes.clear()
+        self.slot.current = current
+        try:
+            self._body(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
+        finally:
+            self.slot.current = None
+        calls = list(self._notes)
+        self._notes.clear()
+        return Prelude(calls[0][0][0], calls)
+
+    def finish(self, x_TD: Tensor) -> Tensor:
+        """Everything between the last layer and the head."""
+        x_1TD = x_TD[None]
+        if self._norm is not None:
+            x_1TD = self._norm(x_1TD)
+        if self._project_out is not None:
+            x_1TD = self._project_out(x_1TD)
+        return x_1TD[0]
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Tensor:
+        """The whole chain at once: what the head takes, [T, D]."""
+        prelude = self.begin(ids_T, positions_T, current)
+        x_TD = prelude.x_TD
+        for block in self.blocks:
+            x_TD = block.forward(x_TD, prelude, current)
+        return self.finish(x_TD)
+
+
+def _head_of(model: PreTrainedModel) -> Head:
+    module = model.get_output_embeddings()
+    if not isinstance(module, nn.Linear):
+        raise ModelError(f"model type {model.config.model_type!r} has no linear language-model head")
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    bias = module.bias.detach() if module.bias is not None else None
+    return Head(module.weight.detach(), bias, float(softcap) if softcap else None)

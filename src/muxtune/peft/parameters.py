@@ -1,0 +1,65 @@
+"""A task's trainable numbers in one flat buffer, and their gradient in another.
+
+One fused optimizer step over a flat buffer costs a fraction of one over hundreds of small tensors (2 ms against
+27-49 ms for 210 LoRA pairs), the gradient norm is one reduction, and a checkpoint is two copies. Each named parameter
+is a view; its `.grad` is a view of the gradient buffer, so whoever accumulates into it - autograd or a hand-written
+backward - writes where the optimizer reads.
+
+Views start at multiples of 16 elements: kernels may then be chosen by size and never by where a view happens to lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+
+
+class FlatParameters:
+    """Named parameters over one buffer. `shapes` fixes their order, and so the meaning of every offset.
+
+    Attributes:
+        values: the flat buffer, float32 or float64, gaps between views zero.
+        gradient: the same shape; gaps stay zero, so norms over the whole buffer are exact.
+        views: name -> leaf tensor that requires grad.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        offsets: dict[str, int] = {}
+        total = 0
+        for name, shape in shapes.items():
+            offsets[name] = total
+            size = torch.Size(shape).numel()
+            total += size + -size % _ALIGNMENT
+        self.values = torch.zeros(total, dtype=dtype, device=device)
+        self.gradient = torch.zeros_like(self.values)
+        self.views: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            rows = slice(offsets[name], offsets[name] + torch.Size(shape).numel())
+            leaf = self.values[rows].view(shape).detach().requires_grad_()
+            leaf.grad = self.gradient[rows].view(shape)
+            self.views[name] = leaf
+
+    @property
+    def count(self) -> int:
+        """Trainable numbers, gaps not counted."""
+        return sum(view.numel() for view in self.views.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of values, gradient and two optimizer moments."""
+        return 4 * self.values.numel() * self.values.element_size()
+
+    def zero_gradient(self) -> None:
+        self.gradient.zero_()
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy values in by name; the names and shapes must be exactly these."""
+        assert tensors.keys() == self.views.keys(), "parameters of another adapter"
+        for name, view in self.views.items():
+            assert tensors[name].shape == view.shape, name
+            view.copy_(tensors[name])

@@ -210,6 +210,7 @@ def common_length(one: str, other: str) -> int:
     return low
 
 
+_TYPES = ("str", "int", "float", "bool", "list", "dict", "NoneType")
 _FATAL = (SecurityError, MemoryError, RecursionError, OutputLimitError)
 
 
@@ -217,7 +218,7 @@ def _describe(error: Exception, source: str) -> tuple[str, str]:
     """(kind, message) of an error. The message goes to logs, so it may quote the template but never the data."""
     text = str(error)
     quoted = re.findall(r"'([^']*)'", re.sub(r"'[\w.]+( object)?' object", "", text))
-    quotes_template_only = all(name in source or name.endswith(" object") for name in quoted)
+    quotes_template_only = all(name in source or name in _TYPES or name.endswith(" object") for name in quoted)
     if isinstance(error, SecurityError):
         return "security", text if quotes_template_only else "it reaches for what a template may not use"
     if isinstance(error, MemoryError):
@@ -228,10 +229,10 @@ def _describe(error: Exception, source: str) -> tuple[str, str]:
         return "output", str(error)
     if isinstance(error, TemplateSyntaxError):
         return "syntax", f"line {error.lineno}: {error.message}"
-    if isinstance(error, UndefinedError):
-        public = quotes_template_only
+    if isinstance(error, TemplateError) and not isinstance(error, UndefinedError):
+        public = text in source
     else:
-        public = text in source if isinstance(error, TemplateError) else type(error) is TypeError
+        public = quotes_template_only and isinstance(error, TypeError | UndefinedError)
     return "template", f"{_place(error)}{text if public and text else type(error).__name__}"
 
 

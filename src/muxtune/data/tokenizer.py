@@ -1,15 +1,15 @@
 """The tokenizer of a model folder in Hugging Face layout, read with the `tokenizers` library alone.
 
     tokenizer.json                       the pipeline: normaliser, pre-tokeniser, model, added tokens
-    tokenizer_config.json                names of the special tokens, add_bos_token / add_eos_token, chat template
+    tokenizer_config.json                names of the special tokens, chat template
     special_tokens_map.json              older place for the names
     chat_template.jinja, additional_chat_templates/*.jinja      newer place for the templates
     generation_config.json               ids that end a generation
 
 Boundary: never transformers, never pickle, no network. Ids equal those of transformers' fast tokenizers of the same
-folder, with and without special tokens (a test holds it): where the config says `add_bos_token` or `add_eos_token`
-they decide, else tokenizer.json's own post-processor does. That post-processor is reduced here to the ids that it
-puts before and after a text, so that BOS and EOS are added in one place, once.
+folder, with and without special tokens (a test holds it). What tokenizer.json's post-processor puts around a text is
+kept as two tuples of ids, so that BOS and EOS are added in one place, once; `add_bos_token` and `add_eos_token` of the
+config decide nothing where there is a tokenizer.json, there as here.
 
 `encode` reads the names of special tokens as these tokens; `literal.py` reads them as the text they are.
 """
@@ -38,8 +38,6 @@ class TokenizerParts:
     names: Mapping[str, str] = field(default_factory=dict)  # "bos_token" -> "<s>": what a template can use
     added: tuple[AddedToken, ...] = ()
     extra: tuple[str, ...] = ()  # special tokens without a name
-    add_bos: bool | None = None  # None: as the post-processor says
-    add_eos: bool | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
     end_ids: tuple[int, ...] = ()
 
@@ -56,7 +54,7 @@ class TextTokenizer:
         pipeline.no_truncation()
         pipeline.no_padding()
         _add_missing(pipeline, parts)
-        self.prefix_ids, self.suffix_ids = self._surroundings(parts)
+        self.prefix_ids, self.suffix_ids = self._surroundings()
         # Without a post-processor offsets keep the space before a word, and nothing can add BOS a second time.
         pipeline.post_processor = None
 
@@ -156,12 +154,8 @@ class TextTokenizer:
         """The pipeline in the form of tokenizer.json, less its post-processor."""
         return self._pipeline.to_str()
 
-    def _surroundings(self, parts: TokenizerParts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _surroundings(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids that come before and after a text when special tokens are asked for."""
-        if parts.add_bos is not None or parts.add_eos is not None:
-            before = self.bos_id if parts.add_bos else None
-            after = self.eos_id if parts.add_eos else None
-            return () if before is None else (before,), () if after is None else (after,)
         text = next((text for text in ("a", *self._pipeline.get_vocab()) if self.encode(text)), "")
         bare = self._pipeline.encode(text, add_special_tokens=False).ids
         full = self._pipeline.encode(text, add_special_tokens=True).ids
@@ -197,8 +191,6 @@ def _read_parts(folder: Path) -> TokenizerParts:
         names=names,
         added=_added_tokens(config),
         extra=tuple(text for value in unnamed if (text := _content(value))),
-        add_bos=_flag(config, "add_bos_token"),
-        add_eos=_flag(config, "add_eos_token"),
         templates=_templates(folder, config),
         end_ids=_end_ids(_read_json(folder / "generation_config.json")),
     )
@@ -250,10 +242,6 @@ def _content(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
-
-
-def _flag(config: Mapping[str, object], key: str) -> bool | None:
-    return bool(config[key]) if key in config else None
 
 
 def _read_json(file: Path) -> dict[str, object]:

@@ -1,3 +1,5 @@
+"""The length profile against numpy and brute force."""
+
 from __future__ import annotations
 
 import numpy as np

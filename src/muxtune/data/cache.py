@@ -71,6 +71,7 @@ class TokenCache:
         return entry
 
     def store(self, key: str, file: TokenizedFile) -> None:
+        """Keeps an entry, unless it alone is over the limit."""
         data = _encode(file)
         if len(data) > self.limit_bytes:
             return

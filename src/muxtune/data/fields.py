@@ -27,6 +27,7 @@ def optional_string(holder: Json, name: str, place: str = "") -> str | None:
 
 
 def array(holder: Json, name: str, place: str = "") -> list[object]:
+    """A required array."""
     if name not in holder:
         raise LineError("missing_field", f"field `{place}{name}` is missing")
     value = holder[name]
@@ -36,6 +37,7 @@ def array(holder: Json, name: str, place: str = "") -> list[object]:
 
 
 def mapping(value: object, place: str) -> Json:
+    """`value`, found at `place`, as the object it has to be."""
     if not isinstance(value, dict):
         raise wrong_type(place, "object", value)
     return cast("Json", value)
@@ -56,4 +58,5 @@ def tool_definitions(holder: Json) -> tuple[Json, ...]:
 
 
 def wrong_type(place: str, expected: str, value: object) -> LineError:
+    """The refusal of a `value` that is not what was expected."""
     return LineError("wrong_type", f"field `{place}`: expected {expected}, got {type_name(value)}")

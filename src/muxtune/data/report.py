@@ -91,6 +91,7 @@ class DataReport:
         return told + [f"warning: {warning}" for warning in self.warnings]
 
     def to_json(self) -> dict[str, object]:
+        """The same for a program: plain JSON values."""
         return {
             "files": [
                 {"path": file.path, "shape": file.shape, "sha256": file.sha256, "examples": file.examples}

@@ -56,6 +56,7 @@ class TableBuilder:
         self._lines: list[int] = []
 
     def add(self, ids: Ids, mask: Mask, line: int) -> None:
+        """The next example: T ids with their mask, read from `line`."""
         assert ids.dtype == np.int32 and mask.dtype == np.bool_ and ids.shape == mask.shape, (ids.dtype, mask.dtype)
         assert not mask[:1].any(), "nothing predicts the first token, so it is never a target"
         self._ids.append(ids)

@@ -66,18 +66,10 @@ def check_convertible(header: GgufHeader) -> None:
 
 def convert(header: GgufHeader, dest: Path, public_name: str) -> Origin:
     """Write the folder of a file that `check_convertible` lets pass into the empty folder `dest`."""
-    from muxtune.models.quiet import quiet_loading
+    from muxtune.models.loading import reading
 
-    try:
-        with quiet_loading():
-            model, tokenizer = _load(header)
-    except ModelError:  # a ValueError too
-        raise
-    except ImportError as error:
-        hint = "pip install 'muxtune[embedded]'"
-        raise ModelError(f"reading GGUF needs a package: {error}", where=str(header.path), hint=hint) from error
-    except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise ModelError(f"transformers cannot read it: {error}", where=str(header.path)) from error
+    with reading("the file", header.path):
+        model, tokenizer = _load(header)
     _restore_tokenizer(tokenizer, header)
     _write_tokenizer(tokenizer, dest, model.config.max_position_embeddings)
     _write_config(model, header, dest)
@@ -101,6 +93,7 @@ def _load(header: GgufHeader) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]
         attn_implementation="eager",  # or transformers may look for a kernel on the network
         quantization_config=GgufConfig(gguf_file=name, dequantize=True),
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are reported below, by name
         local_files_only=True,
         trust_remote_code=False,
     )

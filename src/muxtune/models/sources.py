@@ -120,7 +120,7 @@ def _resolve(name: str, cache_dir: Path, offline: bool, *, refresh: bool = False
     if name == EMBEDDED:
         return _embedded(cache_dir)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _local_folder(name, path, cache_dir)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():

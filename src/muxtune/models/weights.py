@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from muxtune.errors import ModelError
 from muxtune.models.layout import Layout, check_folder
-from muxtune.models.quiet import quiet_loading
+from muxtune.models.loading import reading
 from muxtune.models.safetensors_file import WeightsHash
 from muxtune.models.sources import ModelFolder
 
@@ -74,14 +74,11 @@ def weights_hash(source: PreTrainedModel | ModelFolder) -> str:
 
 
 def _config(layout: Layout) -> PreTrainedConfig:
-    try:
+    if layout.model_type not in CONFIG_MAPPING:
+        message = f"architecture {layout.model_type!r} is not known to transformers {transformers_version}"
+        raise ModelError(message, where=str(layout.path))
+    with reading("config.json", layout.path):
         config = AutoConfig.from_pretrained(layout.path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if layout.model_type in CONFIG_MAPPING:
-            message = f"transformers cannot use config.json: {error}"
-        else:
-            message = f"architecture {layout.model_type!r} is not known to transformers {transformers_version}"
-        raise ModelError(message, where=str(layout.path)) from error
     if config.is_encoder_decoder:
         raise ModelError(f"{layout.model_type} is an encoder-decoder, not a decoder", where=str(layout.path))
     return config
@@ -108,20 +105,18 @@ def _cut(config: PreTrainedConfig, layers: int, layout: Layout) -> None:
 def _load(
     layout: Layout, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
 ) -> tuple[PreTrainedModel, dict[str, Iterable[str]]]:
-    try:
-        with quiet_loading():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                layout.path,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
-        raise ModelError(f"transformers cannot load it: {error}", where=str(layout.path)) from error
+    with reading("the weights", layout.path):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            layout.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below, by name
+        )
     return model, info
 
 

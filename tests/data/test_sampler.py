@@ -46,6 +46,7 @@ def test_resuming_inside_a_later_epoch_replays_no_earlier_order() -> None:
 
 def test_the_order_is_the_documented_one() -> None:
     """Written out with Python's integers, so that neither numpy nor a rewrite can change a run's order unnoticed."""
+
     def splitmix(start: int, number: int) -> int:
         z = (start + number * 0x9E3779B97F4A7C15) % 2**64
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64

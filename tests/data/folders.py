@@ -67,7 +67,7 @@ FAMILIES = {
         "<bos>",
         "<eos>",
         "B<end_of_turn>",
-        kind="spaces",
+        kind="inner spaces",
         added=("\n\n", "<h1>"),
         adds_bos=True,
     ),
@@ -137,14 +137,18 @@ def _pipeline(family: Family) -> str:
 
 @cache
 def _trained(special: tuple[str, ...], added: tuple[str, ...], kind: str, rstrip: bool, bos: str) -> str:
-    """`kind`: "bytes" as GPT-2, "nfc" the same after normalisation as Qwen, "spaces" as Llama-2's SentencePiece."""
+    """`kind`: "bytes" as GPT-2, "nfc" the same after normalisation as Qwen, "spaces" as Llama-2's SentencePiece,
+    "inner spaces" as Gemma's, which puts no space before a text."""
     tokens = [AddedToken(token, special=True, rstrip=rstrip, normalized=False) for token in special]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if kind == "spaces":
+    if "spaces" in kind:
         tokenizer = Tokenizer(models.BPE(unk_token=special[0], fuse_unk=True, byte_fallback=True))
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        first = kind == "spaces"
+        prepend = [normalizers.Prepend("\u2581")] if first else []
+        strip = [decoders.Strip(" ", 1, 0)] if first else []
+        tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "\u2581")])
         tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         )
         tokens += [AddedToken(f"<0x{byte:02X}>") for byte in range(256)]
         alphabet = [chr(code) for code in range(32, 127)] + ["\u2581", "\n"]
@@ -160,7 +164,7 @@ def _trained(special: tuple[str, ...], added: tuple[str, ...], kind: str, rstrip
         show_progress=False,
     )
     tokenizer.train_from_iterator([" ".join(_CORPUS)], trainer)
-    if kind == "spaces":  # byte tokens are pieces of the model, matched in no text
+    if "spaces" in kind:  # byte tokens are pieces of the model, matched in no text
         value = json.loads(tokenizer.to_str())
         value["added_tokens"] = [token for token in value["added_tokens"] if not token["content"].startswith("<0x")]
         tokenizer = Tokenizer.from_str(json.dumps(value))

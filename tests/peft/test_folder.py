@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from muxtune.data.manifest import BaseIdentity, JsonValue, PromptFormat, TrainingManifest
 from muxtune.errors import AdapterError
 from muxtune.peft.convert import PREFIX, export_lora
-from muxtune.peft.folder import generation_config, read_adapter, read_manifest, write_adapter
+from muxtune.peft.folder import carried_files, generation_config, read_adapter, read_manifest, write_adapter
 from muxtune.peft.lora_config import LoraFormat
 from muxtune.peft.untrusted import MAX_HEADER_BYTES
 from tests.peft.adapters import MANIFEST, linear_sizes, module_names, random_pairs
@@ -101,6 +101,15 @@ def test_stop_tokens_join_the_models_own(tmp_path: Path) -> None:
     assert generation_config(tmp_path, [5]) == {"bos_token_id": 1, "eos_token_id": [5, 2]}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 5], "temperature": 0.6}')
     assert generation_config(tmp_path, [5]) == {"eos_token_id": [5, 9], "temperature": 0.6}
+
+
+def test_what_a_merged_model_takes_from_the_folder(tmp_path: Path, tiny_llama: Path) -> None:
+    write_adapter(tmp_path / "out", PAYLOAD, MANIFEST, model_folder=tiny_llama)
+    names = {file.name for file in carried_files(tmp_path / "out")}
+    assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+    (tmp_path / "out" / "vocab.json").symlink_to("/etc/hostname")
+    with pytest.raises(AdapterError, match="symbolic link"):
+        carried_files(tmp_path / "out")
 
 
 def test_a_run_folder_keeps_its_other_files(folder: Path) -> None:

@@ -29,6 +29,7 @@ from muxtune.durable import staged_folder
 from muxtune.errors import AdapterError, ModelError
 from muxtune.models.cache import RECEIPT
 from muxtune.models.layout import INDEX, WEIGHTS, Layout, check_folder, read_json
+from muxtune.models.loading import reading
 from muxtune.models.merge_check import Pairs, compare_logits
 from muxtune.models.sources import ModelFolder
 
@@ -122,8 +123,8 @@ def _targets(layout: Layout, adapter: Pairs) -> dict[str, _Target]:
 
 def _skeleton(folder: Path) -> PreTrainedModel:
     """The module tree without memory for its weights."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
+    with reading("config.json", folder), torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 
@@ -180,20 +181,21 @@ def _write_weights(
 
 
 def _merged(weight: Tensor, target: _Target, scale: float, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """W' in `dtype`, computed in fp32 at least and rounded once; and whether the pair says anything (is not zero)."""
+    """W' in `dtype`, computed in fp32 at least and rounded once; and whether it is not W (as for a zero pair)."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     delta_OI = scale * (target.lora_b_OR.to(wide) @ target.lora_a_RI.to(wide))
-    moves = bool((delta_OI != 0).any())
     merged = (weight.to(wide) + (delta_OI.T if target.transposed else delta_OI)).to(dtype)
-    if not bool(torch.isfinite(merged).all()):
+    if not all(map(torch.isfinite, torch.aminmax(merged))):
         raise AdapterError(f"the merged weight does not fit into {dtype}", where=target.module)
-    if moves and torch.equal(merged, weight.to(dtype)):
+    if not torch.equal(merged, weight.to(dtype)):
+        return merged, True
+    if bool(delta_OI.any()):
         raise AdapterError(
             f"its change is lost when the weight is rounded to {dtype}",
             where=target.module,
             hint="merge in float32, or use the adapter unmerged",
         )
-    return merged, moves
+    return merged, False
 
 
 def _result_dtype(stored: str, wanted: torch.dtype | None) -> torch.dtype:

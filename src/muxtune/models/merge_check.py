@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from muxtune.errors import AdapterError
-from muxtune.models.quiet import quiet_loading
+from muxtune.models.loading import reading
 
 Pairs: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]  # module path -> (lora_a_RI, lora_b_OR)
 
@@ -50,7 +50,7 @@ def compare_logits(base: Path, merged: Path, adapter: Pairs, scale: float) -> tu
 
 
 def _load(folder: Path) -> PreTrainedModel:
-    with quiet_loading():
+    with reading("the weights", folder):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
         )

@@ -155,6 +155,19 @@ def read_manifest(folder: Path) -> TrainingManifest | None:
     return TrainingManifest.from_json(value, where=str(path)) if value.get("format") == FORMAT else None
 
 
+def carried_files(folder: Path) -> list[Path]:
+    """The files of an adapter folder that a merged model needs too: tokenizer, template, generation config.
+
+    Raises:
+        AdapterError: one of them is a link, which could lead anywhere on this machine.
+    """
+    found = [folder / name for name in (*TOKENIZER_FILES, GENERATION_FILE)]
+    for file in found:
+        if file.is_symlink():
+            raise AdapterError("a symbolic link", where=str(file), hint="copy the file itself into the folder")
+    return [file for file in found if file.is_file()]
+
+
 def generation_config(model_folder: Path, stop_token_ids: Sequence[int]) -> dict[str, JsonValue]:
     """The model's generation config with every stop token among its eos ids, so that replies end where they should."""
     config = _json_file(model_folder / GENERATION_FILE)

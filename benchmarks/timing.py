@@ -40,12 +40,17 @@ def interleave(sides: Mapping[str, Step], rounds: int, *, warmup: int = 1) -> di
     """Run step 0, 1, ... of every side; returns the seconds of `rounds` rounds after `warmup` uncounted ones."""
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for step in range(warmup + rounds):
-        turn = step % len(names)
-        for name in names[turn:] + names[:turn]:
-            elapsed = _timed(sides[name], step)
-            if step >= warmup:
-                seconds[name].append(elapsed)
+    gc.collect()
+    gc.freeze()  # what lives now outlives the measurement; collecting between steps need not walk it each time
+    try:
+        for step in range(warmup + rounds):
+            turn = step % len(names)
+            for name in names[turn:] + names[:turn]:
+                elapsed = _timed(sides[name], step)
+                if step >= warmup:
+                    seconds[name].append(elapsed)
+    finally:
+        gc.unfreeze()
     return {name: Timings(tuple(values)) for name, values in seconds.items()}
 
 

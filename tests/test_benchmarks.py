@@ -1,0 +1,202 @@
+"""The benchmark measures what it says: loads, sides that train alike, floor, timing and memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import baselines, memory
+from benchmarks.baselines import Recipe
+from benchmarks.floor import GemmPass, Rows, floor_of
+from benchmarks.lengths import DATA_SETS, EXAMPLES, measure, stored_lengths
+from benchmarks.loads import light, non_uniform
+from benchmarks.timing import Timings, interleave, ratio
+from tests.contenders import HELD_BYTES
+from tests.reference import LoraPair, ReferenceTask, train_reference
+from tests.tiny import tiny_model
+from tests.tiny_tokenizer import VOCAB
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def test_light_is_one_example_of_16_tokens_a_task() -> None:
+    load = light(3, vocab=VOCAB)
+    assert len(load.tasks) == 8
+    assert load.steps == 3
+    assert load.padding() == 1.0
+    assert load.real_tokens(0) == 8 * 16
+    assert load.trained_tokens(0) == 8 * 8
+
+
+def test_non_uniform_has_the_lengths_of_its_data_sets() -> None:
+    load = non_uniform(5, vocab=VOCAB)
+    stored = stored_lengths()
+    names = ["sst2"] * 3 + ["openbookqa"] * 3 + ["rte"] * 2
+    for task, name in zip(load.tasks, names, strict=True):
+        known = {(one.prompt, one.completion) for one in stored[name]}
+        assert [len(batch) for batch in task] == [4] * 5
+        for sequence in (sequence for batch in task for sequence in batch):
+            trained = sequence.trained_tokens
+            assert (len(sequence) - trained, trained) in known
+            assert sequence.mask[-trained:].all()
+    assert [len(one) for one in load.tasks[0][0]] != [len(one) for one in load.tasks[1][0]]
+    assert load.padding() > 1.2
+    assert load.tasks[0][0][0].ids.tolist() == non_uniform(5, vocab=VOCAB).tasks[0][0][0].ids.tolist()
+
+
+def test_stored_lengths_are_those_of_the_data(tiny_llama: Path) -> None:
+    stored = stored_lengths()
+    assert {name: len(lengths) for name, lengths in stored.items()} == dict.fromkeys(DATA_SETS, EXAMPLES)
+    if not DATA.is_dir():
+        pytest.skip("the data sets are not on this machine")
+    # Another tokenizer, so other counts; the order of the data sets by length is a fact of the data.
+    measured = measure(DATA, tiny_llama)
+    for one, two in zip(stored["rte"], measured["rte"], strict=True):
+        assert one.prompt < two.prompt, "320 tokens of vocabulary need more of them"
+        assert one.completion <= two.completion
+
+
+def test_the_baselines_are_the_reference_training() -> None:
+    model = tiny_model("llama")
+    load, recipe = non_uniform(3, vocab=VOCAB, micro_batch=2), Recipe(r=4, learning_rate=1e-2, schedule_steps=10)
+    init = baselines.initial_matrices(model, recipe)
+    alone = baselines.task_by_task(model, load, recipe, init)
+    switched = baselines.many_adapters(model, load, recipe, init)
+    for step in range(load.steps):
+        alone.step(step)
+        switched.step(step)
+    for task, batches in enumerate(load.tasks):
+        reference = train_reference(
+            model,
+            ReferenceTask(
+                batches=batches,
+                init={name: LoraPair(*pair) for name, pair in init.items()},
+                r=4,
+                learning_rate=1e-2,
+                total_steps=10,
+            ),
+        )
+        assert alone.losses[task] == pytest.approx(reference.losses, rel=1e-5)
+        assert switched.losses[task] == pytest.approx(reference.losses, rel=1e-5)
+        assert alone.losses[task][0] != pytest.approx(alone.losses[task][2], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_every_optimizer_kind_is_adamw(kind: baselines.OptimizerKind) -> None:
+    model, load = tiny_model("llama"), light(3, vocab=VOCAB, tasks=1)
+    init = baselines.initial_matrices(model, Recipe())
+    plain = baselines.task_by_task(model, load, Recipe(learning_rate=1e-2), init)
+    other = baselines.task_by_task(model, load, Recipe(learning_rate=1e-2, optimizer=kind), init)
+    for step in range(3):
+        plain.step(step)
+        other.step(step)
+    assert other.losses[0] == pytest.approx(plain.losses[0], rel=1e-5)
+
+
+def test_sides_share_the_backbone_and_leave_it_alone() -> None:
+    model, load = tiny_model("llama"), light(1, vocab=VOCAB, tasks=2)
+    before = [parameter.clone() for parameter in model.parameters()]
+    side = baselines.task_by_task(model, load, Recipe(), baselines.initial_matrices(model, Recipe()))
+    side.step(0)
+    q_proj = [run.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight for run in side.runs]
+    assert q_proj[0].data_ptr() == q_proj[1].data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_rounds_interleave_and_the_order_turns() -> None:
+    calls: list[tuple[str, int]] = []
+    sides = {name: lambda step, name=name: calls.append((name, step)) for name in "abc"}
+    timings = interleave(sides, 3, warmup=1)
+    assert [name for name, _ in calls] == list("abcbcacababc")
+    assert [step for _, step in calls] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert {len(timing.seconds) for timing in timings.values()} == {3}
+
+
+def test_ratio_pairs_the_rounds() -> None:
+    assert ratio(Timings((2.0, 20.0, 4.0)), Timings((1.0, 10.0, 2.0))) == 2.0
+    slept = interleave({"slow": lambda step: time.sleep(0.02), "fast": lambda step: None}, 3)
+    assert ratio(slept["slow"], slept["fast"]) > 5
+    assert 0.015 < slept["slow"].median_s < 0.2
+
+
+def test_the_floor_runs_the_products_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted against the arithmetic: multiply-adds of backbone, adapters and head."""
+    model, rows = tiny_model("llama"), Rows((16, 32), trained=5)
+    done = 0
+    mm, addmm_ = torch.mm, torch.Tensor.addmm_
+
+    def counted_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        nonlocal done
+        done += a.shape[0] * a.shape[1] * b.shape[1]
+        return mm(a, b, out=out)
+
+    def counted_addmm_(self: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        nonlocal done
+        done += a.shape[0] * a.shape[1] * b.shape[1]
+        return addmm_(self, a, b)
+
+    passes = GemmPass(model, r=4)
+    monkeypatch.setattr(torch, "mm", counted_mm)
+    monkeypatch.setattr(torch.Tensor, "addmm_", counted_addmm_)
+    passes.run(rows)
+    linears = {name: m.weight.shape for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    head = linears.pop("lm_head")
+    expected = 2 * 5 * head[0] * head[1]
+    for name, (outputs, inputs) in linears.items():
+        first = name.startswith("model.layers.0.self_attn") and "o_proj" not in name
+        expected += 48 * outputs * inputs * (1 if first else 2)
+        expected += 48 * 4 * (3 * outputs + 2 * inputs + (0 if first else inputs))
+    assert done == expected
+    assert passes.adapter_parameters == sum(4 * sum(shape) for shape in linears.values())
+
+
+def test_fused_runs_all_rows_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, load = tiny_model("llama"), non_uniform(1, vocab=VOCAB)
+    ran: list[Rows] = []
+    monkeypatch.setattr(GemmPass, "run", lambda self, rows: ran.append(rows))
+    floor = floor_of(load, 0, model, r=8, fused=True, repeats=1)
+    (fused,) = set(ran)
+    assert sum(fused.tokens) == load.real_tokens(0)
+    assert fused.trained == load.trained_tokens(0)
+    assert floor.total_s == floor.gemm_s + floor.optimizer_s > floor.gemm_s
+    ran.clear()
+    floor_of(load, 0, model, r=8, fused=False, repeats=1)
+    assert len(ran) == 2 * 8, "once to warm up, once measured, each of eight tasks"
+    assert fused.tokens == tuple(rows.tokens[0] for rows in ran[:8])
+
+
+def test_memory_counts_every_process_and_task() -> None:
+    sizes = {
+        (tasks, processes): memory.measure("tests.contenders:hold", Path(), tasks=tasks, processes=processes)
+        for tasks, processes in ((1, 1), (3, 1), (1, 2))
+    }
+    one, three, two = sizes.values()
+    assert one.not_run is three.not_run is two.not_run is None
+    assert HELD_BYTES < one.pss_bytes <= one.rss_bytes
+    assert three.pss_bytes - one.pss_bytes == pytest.approx(2 * HELD_BYTES, rel=0.1)
+    assert two.rss_bytes == pytest.approx(2 * one.rss_bytes, rel=0.1)
+    assert 2 * HELD_BYTES < two.pss_bytes < two.rss_bytes, "libraries are shared between the two"
+
+
+def test_a_layout_that_does_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "HEADROOM", 0.0)
+    measured = memory.measure("tests.contenders:hold", Path(), tasks=1, processes=3)
+    assert "GB needed" in (measured.not_run or "")
+    assert measured.pss_bytes == 0
+
+
+def test_a_child_that_fails_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        memory.measure("tests.contenders:fail", Path(), tasks=1)
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_the_peft_contender_has_trained_every_task(tiny_llama: Path, tasks: int) -> None:
+    side = memory.peft_tasks(tiny_llama, tasks)
+    assert isinstance(side, baselines.PeftSide)
+    assert [len(losses) for losses in side.losses] == [1] * tasks
+    for run in side.runs:
+        assert all(run.optimizer.state[parameter]["step"] == 1 for parameter in run.parameters)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.executor import Executor, Source
-from muxtune.engine.task import Task, TaskData, participant_of
+from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
@@ -30,7 +30,7 @@ class Engine:
     """Trains tasks on `backbone`, which the caller has loaded (`muxtune.engine.load`).
 
     Args:
-        policy: who runs with whom - `sequential`, `fuse-all` or `muxtune` (fuse up to `fuse_tokens` rows).
+        policy: who runs with whom - `sequential`, or `fuse-all` up to `fuse_tokens` rows.
         fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
         chunk_tokens: the chunk budget of tasks that start here; a resumed task keeps its own.
         plain: run the plain twin of every fast path.
@@ -40,7 +40,7 @@ class Engine:
         self,
         backbone: Backbone,
         *,
-        policy: Policy = "muxtune",
+        policy: Policy = "fuse-all",
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
@@ -55,7 +55,7 @@ class Engine:
         self._rounds = 0
         self.row_invariant = rows_invariant(backbone)
 
-    def attach(self, job: JobSpec, data: TaskData, *, chunk_tokens: int | None = None) -> Task:
+    def attach(self, job: JobSpec, data: Sequences, *, chunk_tokens: int | None = None) -> Task:
         """Start a task. Raises ConfigError for a name in use, DataError for tokens the backbone does not have,
         AdapterError for targets that match nothing."""
         if job.name in self.tasks:

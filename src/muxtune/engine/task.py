@@ -6,6 +6,7 @@ job, its data and s; nothing here ever looks at another task (design contract 1)
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +27,21 @@ from muxtune.spec.status import JobStatus
 
 
 @dataclass(frozen=True, slots=True)
-class TaskData:
+class Sequences:
     """A task's tokenised examples. `train[i].index` is i, which is also what dropout calls the example."""
 
     train: Sequence[TokenSequence]
     validation: Sequence[TokenSequence] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the training sequences: ids, masks and order."""
+        digest = hashlib.sha256()
+        for sequence in self.train:
+            digest.update(len(sequence).to_bytes(8, "little"))
+            digest.update(sequence.ids.astype("<i4").tobytes())
+            digest.update(sequence.mask.astype("u1").tobytes())
+        return digest.hexdigest()
 
 
 @dataclass(slots=True)
@@ -46,7 +57,7 @@ class _Pending:
 class Task:
     """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts."""
 
-    def __init__(self, job: JobSpec, adapter: LoraAdapter, data: TaskData, *, chunk_tokens: int) -> None:
+    def __init__(self, job: JobSpec, adapter: LoraAdapter, data: Sequences, *, chunk_tokens: int) -> None:
         self.job = job
         self.name = job.name
         self.adapter = adapter

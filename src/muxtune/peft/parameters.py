@@ -56,6 +56,10 @@ class FlatParameters:
     def zero_gradient(self) -> None:
         self.gradient.zero_()
 
+    def export(self) -> dict[str, Tensor]:
+        """Copies of the values by name, on the CPU."""
+        return {name: view.detach().cpu().clone().contiguous() for name, view in self.views.items()}
+
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy values in by name; the names and shapes must be exactly these."""

@@ -1,8 +1,9 @@
 """From the participants of a round to its schedule: who runs with whom, and in which order.
 
-Participants are fused in space while their largest chunks together stay within `fuse_tokens` (an hTask); hTasks run one
-after another. Micro-batch c of an hTask is the c-th chunk of every member that still has one. Each task is stepped as
-soon as its last chunk is done. Nothing here can change what a task computes: its chunks come ready-made.
+`fuse-all` fuses participants in space while their largest chunks together stay within `fuse_tokens` - the memory that
+one pass may take - and begins another hTask where they would not; hTasks run one after another. `sequential` runs each
+participant alone. Micro-batch c of an hTask is the c-th chunk of every member that still has one. Each task is stepped
+as soon as its last chunk is done. Nothing here can change what a task computes: its chunks come ready-made.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 
 from muxtune.plan.types import Action, LossSpec, MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem, WorkKind
 
-Policy = Literal["sequential", "fuse-all", "muxtune"]
+Policy = Literal["sequential", "fuse-all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def derive_round(
 
 
 def fuse(participants: Sequence[Participant], policy: Policy, fuse_tokens: int) -> list[list[Participant]]:
-    """hTasks in order: all in one, each alone, or as many neighbours as fit `fuse_tokens`."""
+    """hTasks in order: each participant alone, or as many neighbours as fit `fuse_tokens`."""
     if policy == "sequential":
         return [[participant] for participant in participants if participant.chunks]
     htasks: list[list[Participant]] = []
@@ -54,7 +55,7 @@ def fuse(participants: Sequence[Participant], policy: Policy, fuse_tokens: int) 
     for participant in participants:
         if not participant.chunks:
             continue
-        if not htasks or (policy == "muxtune" and used + participant.widest > fuse_tokens):
+        if not htasks or used + participant.widest > fuse_tokens:
             htasks.append([])
             used = 0
         htasks[-1].append(participant)

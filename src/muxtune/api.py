@@ -1,0 +1,44 @@
+"""`muxtune.train`: a whole config file from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from muxtune.engine.task_folder import status_of
+from muxtune.engine.training import TrainingRun
+from muxtune.spec.event import RunEvent
+from muxtune.spec.load import load_run
+from muxtune.spec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How one job ended: `completed`, or what else its folder's status says."""
+
+    name: str
+    status: str
+    adapter_dir: Path
+
+
+def train(
+    config: str | os.PathLike[str] | RunSpec,
+    *,
+    sets: Sequence[str] = (),
+    resume: bool = False,
+    overwrite: bool = False,
+    keep_going: bool = False,
+    on_event: Callable[[RunEvent], None] | None = None,
+) -> dict[str, RunResult]:
+    """Train every job of a config file (or a RunSpec) and answer how each ended, by name.
+
+    Raises MuxTuneError for whatever is wrong before anything trains; a job that fails later is in the answer.
+    """
+    run = config if isinstance(config, RunSpec) else load_run(config, sets).run
+    for event in TrainingRun(run, resume=resume, overwrite=overwrite, keep_going=keep_going).events():
+        if on_event is not None:
+            on_event(event)
+    folders = {job.name: Path(run.output_dir) / job.name for job in run.jobs}
+    return {name: RunResult(name, status_of(folder), folder) for name, folder in folders.items()}

@@ -1,0 +1,99 @@
+"""From a model's folder and a job to the job's tokens and the way its prompts are written; no weights are needed.
+
+The boundary: it reads the tokenizer, two numbers of `config.json` and the job's files. `PreparedJob` keeps the renderer
+because sampling must shape a prompt exactly as training shaped it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from muxtune.data.cache import TokenCache
+from muxtune.data.dataset import TaskData, build, job_renderer
+from muxtune.data.manifest import DatasetRecord, PromptFormat
+from muxtune.data.render import Renderer
+from muxtune.data.tokenizer import TextTokenizer
+from muxtune.data.types import Message
+from muxtune.errors import ConfigError
+from muxtune.spec.job import JobSpec
+
+DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A job with its data read. `created` is what `strftime_now` answered while its templates rendered."""
+
+    job: JobSpec
+    data: TaskData
+    renderer: Renderer
+    created: datetime
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        return PromptFormat(self.data.shape, self.data.system, self.renderer.eos_ids)
+
+    @property
+    def datasets(self) -> tuple[DatasetRecord, ...]:
+        return tuple(DatasetRecord(Path(file.path).name, file.sha256, file.examples) for file in self.data.report.files)
+
+
+class Preparer:
+    """Prepares jobs for one base model. `cache_dir` None: no token cache."""
+
+    def __init__(self, model_folder: Path, *, cache_dir: Path | None = None) -> None:
+        self.tokenizer = TextTokenizer.from_folder(model_folder)
+        self.max_positions = _max_positions(model_folder)
+        self._cache = TokenCache(cache_dir) if cache_dir is not None else None
+
+    def prepare(self, job: JobSpec, *, created: datetime) -> PreparedJob:
+        """Read, check and tokenise all data of `job`. Raises DataError, ConfigError for a max_length out of range."""
+        renderer = job_renderer(job, self.tokenizer, now=created)
+        try:
+            data = build(job, renderer, max_length=self.max_length(job), cache=self._cache)
+        finally:
+            renderer.close()
+        return PreparedJob(job, data, renderer, created)
+
+    def max_length(self, job: JobSpec) -> int:
+        """The job's own, or the smaller of the model's and 2048."""
+        limit = self.max_positions
+        if job.max_length is None:
+            return min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
+        if limit is not None and job.max_length > limit:
+            raise ConfigError(
+                f"{job.max_length} is more than the {limit} positions of the base model",
+                where=f"jobs.{job.name}.max_length",
+            )
+        return job.max_length
+
+
+def prompt_ids(renderer: Renderer, form: PromptFormat, prompt: str | Sequence[Message]) -> npt.NDArray[np.int32]:
+    """A prompt as its adapter's training data wrote prompts: a chat turn after the common system message, or bare text.
+
+    A conversation is rendered as it stands; the system message is put before it where it brings none.
+    """
+    chat = form.shape in ("messages", "alpaca", "sharegpt")
+    if isinstance(prompt, str):
+        if not chat:
+            return renderer.prompt_ids(prompt)
+        prompt = [Message("user", prompt)]
+    messages = list(prompt)
+    if form.system is not None and not any(message.role == "system" for message in messages):
+        messages.insert(0, Message("system", form.system))
+    return renderer.render_prompt(messages)
+
+
+def _max_positions(model_folder: Path) -> int | None:
+    config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    for key in ("max_position_embeddings", "n_positions"):
+        if isinstance(config.get(key), int):
+            return int(config[key])
+    return None

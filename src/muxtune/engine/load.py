@@ -1,0 +1,57 @@
+"""From a checked model folder to a backbone that has proved it computes what the model computes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from muxtune.errors import ConfigError
+from muxtune.models import attention
+from muxtune.models.backbone import Backbone
+from muxtune.models.probe import check_support, model_logits
+from muxtune.models.sources import ModelFolder
+from muxtune.models.weights import load_model
+
+DTypeName = Literal["auto", "fp32", "bf16", "fp64"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def load_backbone(
+    folder: ModelFolder, *, device: str = "auto", dtype: DTypeName = "auto", num_hidden_layers: int | None = None
+) -> Backbone:
+    """Load, freeze and probe. `num_hidden_layers` keeps the first layers only, for fast checks.
+
+    Raises ModelError where the model cannot be read or would be trained wrong, ConfigError where the device is not
+    there.
+    """
+    place = choose_device(device)
+    attention.register()
+    model = load_model(
+        folder,
+        dtype=choose_dtype(dtype, place),
+        device=place,
+        attn_implementation="eager",
+        num_hidden_layers=num_hidden_layers,
+    )
+    expected = model_logits(model, model.get_output_embeddings().weight.shape[0])
+    backbone = Backbone(model)
+    check_support(backbone, expected)
+    return backbone
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`: cuda if there, else cpu."""
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    if name.startswith("cuda") and not available:
+        raise ConfigError("there is no CUDA device here", where="device", hint="device: cpu, or auto")
+    return torch.device(name)
+
+
+def choose_dtype(name: DTypeName, device: torch.device) -> torch.dtype:
+    """`auto`: bf16 on cuda, fp32 on cpu."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[name]

@@ -1,0 +1,206 @@
+"""`muxtune.Engine`: the engine of one process, from the name of a base model to adapter folders.
+
+It composes what the command line composes too - a checked model folder, its tokenizer, a probed backbone - and adds the
+text side to the engine: data files in, sampled text and peft folders out.
+
+    engine = Engine("smollm2-135m-instruct")
+    task = engine.attach(Job(name="sql", datasets=["sql.jsonl"], max_steps=24))
+    for result in engine.run():
+        print(result.task, result.step, result.loss)
+    print(engine.sample("How many users are there?", task=task))
+    engine.save(task, "out/sql")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from muxtune.data.manifest import BaseIdentity, PromptFormat, TrainingManifest
+from muxtune.data.prepare import PreparedJob, Preparer, prompt_ids
+from muxtune.data.render import Renderer
+from muxtune.data.types import Message, Shape
+from muxtune.engine.engine import Engine
+from muxtune.engine.load import DTypeName, load_backbone
+from muxtune.engine.runner import Runner
+from muxtune.engine.sampling import Request, generate
+from muxtune.engine.task import Sequences, Task
+from muxtune.errors import ConfigError, StateError
+from muxtune.models.cache import default_cache_dir
+from muxtune.models.sources import ModelFolder, resolve
+from muxtune.peft.build import payload, start_from
+from muxtune.peft.folder import write_adapter
+from muxtune.plan.round import Policy
+from muxtune.spec.event import StepResult
+from muxtune.spec.job import JobSpec
+
+Prompt = str | Sequence[Message]
+
+
+class LocalEngine(Engine):
+    """Args:
+    base_model: an alias, a folder in Hugging Face layout, a .gguf file or a hub name.
+    device, dtype: `auto` is cuda with bf16 if there, else the CPU with fp32.
+    threads: of the CPU; None as torch chooses. It is part of what makes two runs equal bit for bit.
+    num_hidden_layers: keep the first layers only, for fast checks.
+    """
+
+    def __init__(
+        self,
+        base_model: str | ModelFolder,
+        *,
+        device: str = "auto",
+        dtype: DTypeName = "auto",
+        threads: int | None = None,
+        policy: Policy = "fuse-all",
+        num_hidden_layers: int | None = None,
+        plain: bool = False,
+        cache_dir: Path | None = None,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        cache = cache_dir or default_cache_dir()
+        self.base = resolve(base_model, cache_dir=cache) if isinstance(base_model, str) else base_model
+        self.preparer = Preparer(self.base.path, cache_dir=cache / "tokens")
+        backbone = load_backbone(self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers)
+        super().__init__(backbone, policy=policy, plain=plain)
+        self._prepared: dict[str, PreparedJob] = {}
+        self._chat: Renderer | None = None
+
+    def attach(  # type: ignore[override]
+        self, job: JobSpec, prepared: PreparedJob | None = None, *, chunk_tokens: int | None = None
+    ) -> Task:
+        """Read the job's data (unless it comes `prepared`) and start its task, from `adapter_path` where it has one.
+
+        Raises what `Engine.attach` raises, DataError for bad data, AdapterError for a folder that does not fit.
+        """
+        prepared = prepared or self.preparer.prepare(job, created=datetime.now(UTC))
+        sequences = Sequences(prepared.data.train, prepared.data.validation)
+        task = super().attach(job, sequences, chunk_tokens=chunk_tokens)
+        self._prepared[task.name] = prepared
+        if job.adapter_path is not None:
+            try:
+                start_from(
+                    job.peft,
+                    task.adapter,
+                    Path(job.adapter_path),
+                    self.backbone.attach_points,
+                    base_sha256=self.base.weights_sha256,
+                )
+            except Exception:
+                self.detach(task)
+                raise
+        return task
+
+    def detach(self, task: Task | str) -> None:
+        super().detach(task)
+        self._prepared.pop(task if isinstance(task, str) else task.name, None)
+
+    def run(self) -> Iterator[StepResult]:
+        """Train every attached task to its last step; yields each optimizer step. Nothing is written to disk."""
+        for event in Runner(self).run():
+            if isinstance(event, StepResult):
+                yield event
+
+    def sample(
+        self,
+        prompt: Prompt,
+        *,
+        task: Task | str | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
+        """The reply to one prompt, written as the task's training data wrote prompts; `on_text` hears it piecewise."""
+        request = replace(self._request(task, prompt, max_new_tokens), temperature=temperature, top_p=top_p, seed=seed)
+        ids: list[int] = []
+        told = ""
+
+        def hear(_: int, token: int) -> None:
+            nonlocal told
+            ids.append(token)
+            text = self._decode(ids)
+            if on_text is not None and not text.endswith("\ufffd"):  # a character is still incomplete
+                on_text(text[len(told) :])
+                told = text
+
+        (new_ids,) = generate(self, [request], on_token=hear)
+        text = self._decode(new_ids)
+        if on_text is not None and len(text) > len(told):
+            on_text(text[len(told) :])
+        return text
+
+    def generate(
+        self,
+        requests: Sequence[tuple[Task | str | None, Prompt]],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[str]:
+        """Replies to many prompts for any mix of adapters, decoded together on the one backbone."""
+        drawn = [
+            replace(self._request(task, prompt, max_new_tokens), temperature=temperature, top_p=top_p, seed=seed)
+            for task, prompt in requests
+        ]
+        return [self._decode(ids) for ids in generate(self, drawn)]
+
+    def save(self, task: Task | str, folder: str | os.PathLike[str], *, base_name: str | None = None) -> Path:
+        """Write the task's adapter as a folder that peft loads, with tokenizer, card and manifest."""
+        found = self.task(task)
+        prepared = self._prepared[found.name]
+        linears = self.backbone.attach_points
+        names = [name for name, _ in self.backbone.model.named_modules() if name]
+        exported = payload(
+            found.job.peft,
+            found.adapter,
+            module_names=names,
+            fan_in_fan_out=any(linears[name].transposed for name in found.adapter.modules),
+        )
+        manifest = TrainingManifest(
+            BaseIdentity(base_name or self.base.public_name, self.base.weights_sha256, self.base.note or None),
+            prepared.prompt_format,
+            found.job.model_dump(mode="json"),
+            prepared.datasets,
+            found.job.seed,
+            found.step,
+        )
+        own_template = prepared.renderer.template_source if found.job.chat_template is not None else None
+        write_adapter(Path(folder), exported, manifest, model_folder=self.base.path, chat_template=own_template)
+        return Path(folder)
+
+    def _request(self, task: Task | str | None, prompt: Prompt, max_new_tokens: int) -> Request:
+        if max_new_tokens < 1:
+            raise ConfigError("max_new_tokens must be at least 1", where="max_new_tokens")
+        name, renderer, form = self._voice(task)
+        ids = prompt_ids(renderer, form, prompt)
+        limit = self.backbone.max_positions
+        if limit is not None and len(ids) + max_new_tokens > limit:
+            max_new_tokens = limit - len(ids)
+            if max_new_tokens < 1:
+                raise ConfigError(f"the prompt has {len(ids)} tokens, the base model takes {limit}", where="prompt")
+        return Request(name, ids.tolist(), frozenset(form.stop_token_ids), max_new_tokens)
+
+    def _voice(self, task: Task | str | None) -> tuple[str | None, Renderer, PromptFormat]:
+        """How prompts are written for a task, or for the bare backbone."""
+        if task is not None:
+            found = self.task(task)
+            prepared = self._prepared.get(found.name)
+            if prepared is None:
+                raise StateError("has no prompt format", where=found.name)
+            return found.name, prepared.renderer, prepared.prompt_format
+        if self._chat is None:
+            self._chat = Renderer(self.preparer.tokenizer, now=datetime.now(UTC))
+        shape: Shape = "messages" if self._chat.template_source is not None else "text"
+        return None, self._chat, PromptFormat(shape, None, self._chat.eos_ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.preparer.tokenizer.decode(list(ids))

@@ -1,0 +1,190 @@
+"""One run of a config file: every job checked first, then trained together, each into a folder of its own.
+
+    plan      each job's folder is new, continued, finished already, or in the way
+    prepare   all data is read and tokenised; nothing has been loaded or written yet
+    start     the backbone is loaded, every job attached, then the folders are made
+    events    the round loop
+
+A job that is wrong stops the run before anything trains - or, with `keep_going`, fails alone. The command line and
+`muxtune.train` are two callers of this.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from muxtune.data.prepare import PreparedJob, Preparer
+from muxtune.engine.local import LocalEngine
+from muxtune.engine.runner import Runner
+from muxtune.engine.task import Task
+from muxtune.engine.task_folder import Origin, TaskFolder, holds_run, read_origin, status_of
+from muxtune.errors import MuxTuneError, StateError
+from muxtune.models.cache import default_cache_dir
+from muxtune.models.sources import ModelFolder, resolve
+from muxtune.spec.event import RunEvent, TaskEvent
+from muxtune.spec.job import JobSpec
+from muxtune.spec.resume import check_resume
+from muxtune.spec.run import RunSpec
+
+LOCK = ".muxtune.lock"
+Begin = Literal["new", "continue", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """How a job begins, and when it was (first) created."""
+
+    job: JobSpec
+    folder: Path
+    begin: Begin
+    created: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A job that could not begin."""
+
+    job: JobSpec
+    error: MuxTuneError
+
+
+@dataclass(slots=True)
+class TrainingRun:
+    """Args:
+    resume, overwrite: what to do with folders that hold a run; without either they are refused.
+    keep_going: let a job with bad data or settings fail alone.
+    stop: asked at each round; true checkpoints every task and ends the run.
+    num_hidden_layers: cut the base model, for fast checks.
+    """
+
+    run: RunSpec
+    resume: bool = False
+    overwrite: bool = False
+    keep_going: bool = False
+    stop: Callable[[], bool] = lambda: False
+    cache_dir: Path | None = None
+    num_hidden_layers: int | None = None
+    failures: list[Failure] = field(default_factory=list)  # jobs that could not begin; set while `events` runs
+
+    def plan(self) -> list[PlannedJob]:
+        """Raises StateError for a folder in the way, ConfigError for a changed job; touches nothing."""
+        now = datetime.now(UTC)
+        return [self._plan_job(job, Path(self.run.output_dir) / job.name, now) for job in self.run.jobs]
+
+    def _plan_job(self, job: JobSpec, folder: Path, now: datetime) -> PlannedJob:
+        if not holds_run(folder) or self.overwrite:
+            return PlannedJob(job, folder, "new", now)
+        if not self.resume:
+            raise StateError(
+                "this folder holds a run already", where=str(folder), hint="continue it with --resume, or --overwrite"
+            )
+        origin = read_origin(folder)
+        check_resume(origin.job, job, same_data=True)
+        longer = (origin.job.max_steps, origin.job.num_train_epochs) != (job.max_steps, job.num_train_epochs)
+        finished = status_of(folder) == "completed" and not longer
+        return PlannedJob(job, folder, "finished" if finished else "continue", origin.created)
+
+    def base(self) -> ModelFolder:
+        return resolve(self.run.base_model, cache_dir=self._cache)
+
+    def prepare(self, planned: list[PlannedJob], base: ModelFolder) -> tuple[list[PreparedJob], list[Failure]]:
+        """Read all data of the jobs that are not finished. Raises the first error unless `keep_going`."""
+        preparer = Preparer(base.path, cache_dir=self._cache / "tokens")
+        prepared: list[PreparedJob] = []
+        failures: list[Failure] = []
+        for plan in planned:
+            if plan.begin == "finished":
+                continue
+            try:
+                prepared.append(preparer.prepare(plan.job, created=plan.created))
+            except MuxTuneError as error:
+                failures.append(Failure(plan.job, error))
+        if failures and not self.keep_going:
+            raise failures[0].error if len(failures) == 1 else _together(failures)
+        return prepared, failures
+
+    def events(self) -> Iterator[RunEvent]:
+        """The whole run. Raises MuxTuneError for what is wrong before anything trains."""
+        with ExitStack() as stack:
+            planned = self.plan()
+            base = self.base()
+            stack.enter_context(self._lock())
+            prepared, failures = self.prepare(planned, base)
+            yield from self._fail(failures)
+            if not prepared:
+                return
+            yield from self._train({plan.job.name: plan for plan in planned}, prepared, base)
+
+    def _train(
+        self, plans: dict[str, PlannedJob], prepared: list[PreparedJob], base: ModelFolder
+    ) -> Iterator[RunEvent]:
+        run = self.run
+        engine = LocalEngine(
+            base,
+            device=run.device,
+            dtype=run.dtype,
+            threads=run.threads,
+            policy=run.policy,
+            num_hidden_layers=self.num_hidden_layers,
+            cache_dir=self._cache,
+        )
+        failures: list[Failure] = []
+        for job in prepared:
+            try:
+                engine.attach(job.job, job)
+            except MuxTuneError as error:
+                failures.append(Failure(job.job, error))
+        if failures and not self.keep_going:
+            raise failures[0].error if len(failures) == 1 else _together(failures)
+        yield from self._fail(failures)
+        folders = {name: self._open(plans[name], task, engine) for name, task in engine.tasks.items()}
+        yield from Runner(engine, folders=folders, stop=self.stop).run()
+
+    def _fail(self, failures: list[Failure]) -> Iterator[TaskEvent]:
+        """Events hold an error's message only: its full text may clip an example."""
+        self.failures += failures
+        for failure in failures:
+            error = failure.error
+            yield TaskEvent("failed", failure.job.name, 0, error.message, {"code": error.code})
+
+    def _open(self, plan: PlannedJob, task: Task, engine: LocalEngine) -> TaskFolder:
+        def export(finished: Task, folder: Path) -> None:
+            engine.save(finished, folder)
+
+        origin = Origin(plan.job, plan.created, engine.base.weights_sha256)
+        if plan.begin == "continue":
+            folder = TaskFolder.reopen(plan.folder, origin, export)
+            folder.restore(task)
+            return folder
+        if self.overwrite and holds_run(plan.folder):
+            shutil.rmtree(plan.folder)
+        return TaskFolder.create(plan.folder, origin, export)
+
+    def _lock(self) -> FileLock:
+        """Two processes never write to one output folder."""
+        folder = Path(self.run.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise StateError("another process is training into this folder", where=str(folder)) from None
+        return lock
+
+    @property
+    def _cache(self) -> Path:
+        return self.cache_dir or default_cache_dir()
+
+
+def _together(failures: list[Failure]) -> MuxTuneError:
+    first = failures[0].error
+    told = "\n".join(f"{failure.job.name}: {failure.error}" for failure in failures)
+    return type(first)(f"{len(failures)} jobs cannot start\n{told}", hint="nothing was trained; or use --keep-going")

@@ -43,7 +43,9 @@ def test_the_embedded_model_has_one_public_name_and_one_hash_everywhere(embedded
 def test_the_embedded_tokenizer_is_the_original_s(embedded: ModelFolder) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded.path)
     assert tokenizer("1234").input_ids == [33, 34, 35, 36]
-    assert tokenizer.convert_ids_to_tokens(tokenizer("in 2024!").input_ids) == ["in", "Ġ", "2", "0", "2", "4", "!"]
+    # Without the digit step the white space before a digit falls apart: Ċ Ċ 1 2, and a Ġ Ġ 1.
+    assert tokenizer.convert_ids_to_tokens(tokenizer("\n\n12").input_ids) == ["ĊĊ", "1", "2"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a  1").input_ids) == ["a", "ĠĠ", "1"]
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     assert [tokenizer(name).input_ids for name in names] == [[0], [1], [2]]
     assert (tokenizer.unk_token, tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (*names, names[2])

@@ -34,6 +34,7 @@ Row = Mapping[str, float | int]
 
 
 def step_row(result: StepResult) -> Row:
+    """The row of an optimizer step."""
     return {
         "train/global_step": result.step,
         "train/epoch": round(result.epoch, 6),
@@ -48,6 +49,7 @@ def step_row(result: StepResult) -> Row:
 
 
 def eval_row(result: EvalResult) -> Row:
+    """The row of an evaluation."""
     return {
         "train/global_step": result.step,
         "eval/loss": result.loss,
@@ -63,6 +65,7 @@ class MetricsFiles:
         self._jsonl, self._csv = folder / JSONL, folder / CSV
 
     def append(self, row: Row) -> None:
+        """Add a row to both files."""
         with open(self._jsonl, "a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
         fresh = not self._csv.exists()

@@ -154,6 +154,7 @@ def evaluation_due(task: Task) -> bool:
 
 
 def step_result(task: Task, outcome: StepOutcome, wall_s: float) -> StepResult:
+    """The event of an applied step; `wall_s` is the time of the round that held it."""
     return StepResult(
         task.name,
         outcome.step,

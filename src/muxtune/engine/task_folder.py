@@ -86,6 +86,7 @@ class TaskFolder:
         return task.step
 
     def record(self, event: RunEvent) -> None:
+        """Write an event where it belongs: metrics, or events and status."""
         if isinstance(event, StepResult):
             self._metrics.append(step_row(event))
         elif isinstance(event, EvalResult):

@@ -55,6 +55,7 @@ class TransformersBlock:
         self._slot = slot
 
     def forward(self, x_TD: Tensor, prelude: Prelude, current: Pass) -> Tensor:
+        """[T, D] -> [T, D], with the layer's arguments as the prelude noted them."""
         _, arguments, keywords = prelude.calls[self._index]
         self._slot.current = current
         try:

@@ -36,6 +36,7 @@ class LoraModule:
         return (self._a_RI, self._b_OR)
 
     def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
+        """See `AdapterModule`; what the backward needs is A dropout(x), [t, R]."""
         down_tR = self._inputs(x_tI, keys) @ self._a_RI.T
         if y_tO.dtype == down_tR.dtype:
             y_tO.addmm_(down_tR, self._b_OR.T, alpha=self._scale)
@@ -46,6 +47,7 @@ class LoraModule:
     def backward_rows(
         self, x_tI: Tensor, saved: Tensor, grad_y_tO: Tensor, grad_x_tI: Tensor | None, keys: RowKeys | None
     ) -> None:
+        """See `AdapterModule`: three products of rank R, the dropped-out inputs made again."""
         grad_a, grad_b = self._a_RI.grad, self._b_OR.grad
         assert grad_a is not None and grad_b is not None
         grad_y_tO = grad_y_tO.to(saved.dtype)

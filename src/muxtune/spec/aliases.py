@@ -141,12 +141,17 @@ def canonical_job(table: Table, at: str) -> Table:
 
 
 def job_key_names() -> tuple[str, ...]:
-    """Every key a job may be written with, aliases too."""
+    """Every key a job may be written with, aliases too: what a misspelt key may have meant."""
     return (*_JOB_KEYS, *_JOB_ALIAS_NAMES)
 
 
 def is_job_key(key: str) -> bool:
     return key in _JOB_KEYS or key in _JOB_ALIAS_NAMES or key in PACKING
+
+
+def is_refused_key(key: str) -> bool:
+    """Whether canonical_job knows the key and says why it means nothing here."""
+    return key in REFUSED
 
 
 def _check_key(key: str, node: Node, at: str) -> None:

@@ -57,7 +57,9 @@ def unknown_key(key: str, known: Iterable[str], *, also: Iterable[str] = (), whe
 
 
 def _config_error(cls: type[Spec], error: ValidationError) -> ConfigError:
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    # A misspelt key is often also a missing one; the misspelling is what to mend.
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     place = ".".join(str(part) for part in first["loc"])
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, ConfigError):

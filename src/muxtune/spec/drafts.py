@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from muxtune.errors import ConfigError
-from muxtune.spec.aliases import canonical_job, is_job_key, job_key_names
+from muxtune.spec.aliases import canonical_job, is_job_key, is_refused_key, job_key_names
 from muxtune.spec.border import unknown_key
 from muxtune.spec.merge import merge_job
 from muxtune.spec.names import first_repeated, read_name
@@ -71,7 +71,7 @@ def _flat_job(top: Table, source: str) -> Draft:
         hint = "write them at the top of the file, or list jobs"
         raise ConfigError("there are no jobs to have defaults", where=defaults.origin.at("defaults"), hint=hint)
     for key, node in top.entries.items():
-        if key not in _TOP_KEYS and not is_job_key(key):
+        if key not in _TOP_KEYS and not is_job_key(key) and not is_refused_key(key):
             raise unknown_key(key, (*_TOP_KEYS, "datasets", "peft"), also=job_key_names(), where=node.origin.place)
     stem = Leaf(PurePath(source).stem, Origin(source).noted("the file's name"))
     name, origin = _name(top.get("name") or stem, "name")

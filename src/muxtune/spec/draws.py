@@ -22,6 +22,7 @@ _KINDS = ("uniform", "log_uniform", "int_uniform", "choice")
 
 
 def read_draw(node: Node, at: str) -> Draw:
+    """The draws that `{KIND: [...]}` describes; `at` is its key in errors."""
     if not isinstance(node, Table) or len(node.entries) != 1:
         raise ConfigError("should name one way to draw", where=node.origin.at(at), hint=", ".join(_KINDS))
     ((kind, given),) = node.entries.items()

@@ -19,11 +19,11 @@ from muxtune.errors import ConfigError
 from muxtune.spec.aliases import RUN_ALIASES, canonical_run
 from muxtune.spec.border import Spec
 from muxtune.spec.drafts import RUN_KEYS, Draft, read_drafts
+from muxtune.spec.expand import expanded
 from muxtune.spec.job import JobSpec
-from muxtune.spec.matrix import Point, read_matrix
-from muxtune.spec.merge import merge, merge_job, without_nulls
-from muxtune.spec.names import first_repeated, read_name
-from muxtune.spec.overrides import Override, job_of, overridden, read_overrides
+from muxtune.spec.matrix import read_matrix
+from muxtune.spec.merge import merge, without_nulls
+from muxtune.spec.overrides import Override, read_overrides
 from muxtune.spec.paths import with_data_paths
 from muxtune.spec.run import RunSpec
 from muxtune.spec.tree import Leaf, Origin, Table, origin_at, plain, way_to
@@ -52,7 +52,7 @@ def load_run(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Resolved
     for override in overrides:
         if _sets_run(override):
             top = merge(top, canonical_run(override.table))
-    drafts = _expanded(
+    drafts = expanded(
         read_drafts(top, source),
         read_matrix(top.get("matrix")),
         [override for override in overrides if not _sets_run(override)],
@@ -67,50 +67,6 @@ def load_run(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Resolved
 def _sets_run(override: Override) -> bool:
     key = override.path[0]
     return key in RUN_KEYS or key == "matrix" or any(key == alias.name for alias in RUN_ALIASES)
-
-
-def _expanded(drafts: Sequence[Draft], points: Sequence[Point], sets: Sequence[Override]) -> list[Draft]:
-    """Every job under the `--set`s that concern it, one for each point where it sweeps."""
-    members = {draft.name: _members(draft, points) for draft in drafts}
-    names = [draft.name for draft in drafts]
-    names += [member.name for named in members.values() for member, point in named if point]
-    shared: list[Table] = []
-    own: dict[str, list[Table]] = {name: [] for name in names}
-    for override in sets:
-        if override.path[0] == "jobs":
-            name = job_of(override, names)
-            own[name].append(override.for_job(name))
-        else:
-            shared.append(override.for_job(None))
-    expanded: list[Draft] = []
-    for draft in drafts:
-        for member, point in members[draft.name]:
-            changes = [*shared, *own[draft.name], *(own[member.name] if point else ())]
-            table = overridden(
-                draft.table, changes, frozenset(path for path, _ in point.settings) if point else frozenset()
-            )
-            table = merge_job(table, point.overrides) if point else table
-            expanded.append(replace(member, table=replace(table, origin=draft.table.origin)))
-    repeated = first_repeated(draft.name for draft in expanded)
-    if repeated is not None:
-        raise ConfigError(f"two jobs are named {repeated!r}", where="matrix", hint="a value may be listed twice")
-    return expanded
-
-
-def _members(draft: Draft, points: Sequence[Point]) -> list[tuple[Draft, Point | None]]:
-    """What a matrix makes of a job: jobs named by their values, yet without them."""
-    if not points or not draft.sweeps:
-        return [(draft, None)]
-    members: list[tuple[Draft, Point | None]] = []
-    for point in points:
-        name = f"{draft.name}-{point.suffix}"
-        origin = point.settings[0][1].origin
-        try:
-            read_name(name)
-        except ConfigError as error:
-            raise ConfigError(error.message, where=origin.at(draft.at), hint=error.hint) from None
-        members.append((replace(draft, name=name, at=f"jobs.{name}", name_origin=origin), point))
-    return members
 
 
 def _finished(draft: Draft, folder: str) -> Table:

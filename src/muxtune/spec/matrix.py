@@ -51,6 +51,10 @@ class Point:
     settings: tuple[tuple[Path, Node], ...]
 
     @property
+    def paths(self) -> frozenset[Path]:
+        return frozenset(path for path, _ in self.settings)
+
+    @property
     def overrides(self) -> Table:
         table = Table()
         for path, node in self.settings:
@@ -71,9 +75,9 @@ def read_matrix(node: Node | None, at: str = "matrix") -> tuple[Point, ...]:
         return ()
     table = as_table(node, at)
     for key, part in table.entries.items():
-        if key == "halving":
+        if key == "halving" and not is_null(part):
             raise ConfigError("is not supported yet", where=part.origin.at(at, key), hint="supported: grid and random")
-        if key not in ("grid", "random", "exclude"):
+        if key not in ("grid", "random", "exclude", "halving"):
             raise unknown_key(key, ("grid", "random", "exclude", "halving"), where=part.origin.at(at))
     axes = _grid(as_table(table.get("grid"), f"{at}.grid"), f"{at}.grid")
     draws = _random(as_table(table.get("random"), f"{at}.random"), f"{at}.random")

@@ -39,6 +39,7 @@ class Override:
 
 
 def read_overrides(sets: Sequence[str]) -> tuple[Override, ...]:
+    """`KEY=VALUE` texts, read but not yet checked against any key."""
     found: list[Override] = []
     for text in sets:
         key, equals, value = text.partition("=")
@@ -56,7 +57,7 @@ def read_overrides(sets: Sequence[str]) -> tuple[Override, ...]:
 def job_of(override: Override, names: Iterable[str]) -> str:
     """The job that jobs.NAME.KEY means; names may hold dots, so the longest that fits."""
     rest = override.key.removeprefix("jobs.")
-    known = tuple(names)
+    known = sorted(names)
     fitting = [name for name in known if rest.startswith(f"{name}.")]
     if not fitting:
         near = nearest(rest.rpartition(".")[0], known)

@@ -82,8 +82,9 @@ def _lines(value: Mapping[str, object], path: Path, indent: str, resolved: Resol
 def _item(value: object, path: Path, indent: str, resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     """A mapping as an item of a list: its first line carries the dash."""
     assert isinstance(value, Mapping)
-    for number, (text, note) in enumerate(_lines(value, path, f"{indent}  ", resolved)):
-        yield (f"{indent}- {text.strip()}" if number == 0 else text), note
+    inner = f"{indent}  "
+    for number, (text, note) in enumerate(_lines(value, path, inner, resolved)):
+        yield (f"{indent}- {text.removeprefix(inner)}" if number == 0 else text), note
 
 
 def _note(key: str, value: object, origin: Origin) -> str:

@@ -26,7 +26,7 @@ _EXACT_FLOAT = 2**53
 
 def clip(value: object, limit: int = 60) -> str:
     """A value as an error shows it."""
-    text = repr(value)
+    text = value if isinstance(value, str) and parse_number(value) is not None else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -51,6 +51,7 @@ def _whole(value: float) -> int | float:
 
 
 def read_number(value: object) -> int | float:
+    """A finite number, an int where it is whole."""
     number: int | float | None = None
     if isinstance(value, str):
         number = parse_number(value.strip())
@@ -87,7 +88,8 @@ def read_path(value: object) -> str:
 
 def read_size(value: object) -> int:
     """Bytes: a whole number of them, or '8GB' (powers of 1000) or '8GiB' (powers of 1024)."""
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    text = value.strip() if isinstance(value, str) else ""
+    match = _SIZE.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
     if match is None:
         return read_integer(value)
     number, prefix, binary = match.groups()

@@ -38,7 +38,7 @@ class JobStatus(StrEnum):
 
 _ENDED = frozenset({JobStatus.CANCELLED, JobStatus.FAILED})
 _MOVES: Mapping[JobStatus, frozenset[JobStatus]] = {
-    JobStatus.QUEUED: _ENDED | {JobStatus.RUNNING},
+    JobStatus.QUEUED: _ENDED | {JobStatus.RUNNING, JobStatus.PAUSED},
     JobStatus.RUNNING: _ENDED | {JobStatus.PAUSED, JobStatus.QUEUED, JobStatus.COMPLETED},
     JobStatus.PAUSED: _ENDED | {JobStatus.RUNNING, JobStatus.QUEUED},
     JobStatus.COMPLETED: frozenset(),

@@ -63,6 +63,19 @@ def parse_yaml(text: str, source: str, *, lines: bool = True) -> Node | None:
         raise ConfigError(f"is not YAML: {problem}", where=source) from None
 
 
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_plain(event: yaml.ScalarEvent) -> bool:
+    """Whether the scalar stands without quotes or tag (the parsers differ in how they say it by style)."""
+    return bool(event.implicit[0])
+
+
 class _Mark(Protocol):
     """A place in the text, of the C parser or the Python one."""
 
@@ -109,7 +122,9 @@ class _Builder:
         if tag not in (None, "!", "tag:yaml.org,2002:str"):
             raise self.fault(event, f"has the YAML tag {tag}", "tags are not read; write the plain value")
         if isinstance(event, yaml.ScalarEvent):
-            null = event.style is None and tag is None and event.value in _NULLS
+            if not _is_text(event.value):
+                raise self.fault(event, "holds a lone surrogate, which is no text")
+            null = _is_plain(event) and event.value in _NULLS
             node: Node = Leaf(None if null else event.value, self.origin(event.start_mark))
             height = 1
         elif isinstance(event, yaml.SequenceStartEvent):
@@ -158,7 +173,7 @@ class _Builder:
                 raise self.fault(event, "a key should be a plain word")
             node, below = self.build(next(events), events, depth + 1)
             height = max(height, below)
-            if event.value == "<<" and event.style is None:
+            if event.value == "<<" and _is_plain(event):
                 merged = {**self.merged(event, node), **merged}
             elif event.value in entries:
                 first = entries[event.value].origin.place

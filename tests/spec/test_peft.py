@@ -1,0 +1,71 @@
+"""LoRA's spec: what it accepts, and its costs against peft on a real model."""
+
+from __future__ import annotations
+
+import pytest
+
+from muxtune.errors import ConfigError
+from muxtune.spec import Lora
+from muxtune.spec.peft import peft_family, read_peft
+
+SHAPES = [(16, 16), (16, 8), (32, 16)]
+
+
+def test_costs_from_shapes_alone() -> None:
+    lora = Lora(r=4)
+    assert lora.parameters(SHAPES) == 4 * (32 + 24 + 48)
+    assert lora.flops_per_token(SHAPES) == 6 * lora.parameters(SHAPES)
+    assert lora.state_bytes(SHAPES) == 16 * lora.parameters(SHAPES)
+    assert (lora.virtual_rows, lora.prefix_length, lora.scaling) == (0, 0, 4.0)
+    assert lora.parameters([]) == 0
+
+
+def test_parameters_are_those_that_peft_makes() -> None:
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 24))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "1"]))
+    trainable = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+    assert Lora(r=4).parameters([(16, 8), (8, 24)]) == trainable
+
+
+def test_target_modules_are_literal_names() -> None:
+    assert Lora(target_modules="all").target_modules == "all-linear"
+    assert Lora(target_modules="q_proj, v_proj").target_modules == ("q_proj", "v_proj")
+    assert Lora(target_modules=["layers.0.q_proj", "layers.0.q_proj"]).target_modules == ("layers.0.q_proj",)
+    for value in (".*", ["q_proj|v_proj"], "(a+)+", [], "", ["q", ""], [3], 5, "a..b", "q" * 300):
+        with pytest.raises(ConfigError) as caught:
+            Lora(target_modules=value)  # type: ignore[arg-type]
+        assert caught.value.where == "target_modules"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ia3", "prefix_tuning", "prompt_tuning", "bottleneck", "bitfit", "ln_tuning", "shira"),
+        *("dora", "rslora", "pissa", "houlsby", "pfeiffer", "parallel", "DoRA"),
+    ],
+)
+def test_types_to_come_are_known_and_refused(name: str) -> None:
+    for value in (name, {"type": name, "anything": 1}):
+        with pytest.raises(ConfigError, match="is not supported yet") as caught:
+            read_peft(value)
+        assert caught.value.hint == "supported: lora"
+
+
+def test_a_misspelt_type_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'lora'"):
+        read_peft("lroa")
+
+
+def test_kin_of_lora_by_its_keys() -> None:
+    plain_kin = {"use_dora": False, "use_rslora": "false", "init_lora_weights": True}
+    assert read_peft(plain_kin) == Lora()
+    for key, value in [("use_dora", True), ("use_rslora", "yes"), ("init_lora_weights", "pissa")]:
+        with pytest.raises(ConfigError, match="not supported yet") as caught:
+            read_peft({key: value})
+        assert caught.value.where == key
+
+
+def test_families() -> None:
+    assert [peft_family(name) for name in ("dora", "LoRA", "houlsby", "ia3")] == ["lora", "lora", "bottleneck", "ia3"]

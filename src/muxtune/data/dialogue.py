@@ -77,7 +77,7 @@ class Dialogue:
                 raise UnusableError(
                     "tools_ignored", f"{self._name} ignores the {what}; `ignore_tools: true` trains without them"
                 )
-        return seen.whole, [self._span(seen, turn) for turn in turns]
+        return seen.whole, self._spans(seen, turns)
 
     def _render(self, whole: Ask, asks: Sequence[Ask], variants: Sequence[Conversation]) -> _Seen:
         """One request to the sandbox; `whole` comes first in it, so it is the one whose blocks are recorded."""
@@ -120,17 +120,25 @@ class Dialogue:
             variants.append(("tool results", Conversation(mute, self._tools)))
         return variants
 
-    def _span(self, seen: _Seen, turn: int) -> Span:
+    def _spans(self, seen: _Seen, turns: Sequence[int]) -> list[Span]:
+        """From prefixes; where they cannot tell one answer, from `{% generation %}` blocks for all answers."""
         total, added = len(self._messages), self._template.added
-        tell = assistant_span if self._is_assistant(turn) else other_span
-        span = tell(seen.answers, _MAIN, total, turn, added)
-        if span is None and self._is_assistant(turn):
-            assistants = [number for number in range(total) if self._is_assistant(number)]
+        found = {
+            turn: (assistant_span if self._is_assistant(turn) else other_span)(seen.answers, _MAIN, total, turn, added)
+            for turn in turns
+        }
+        if any(found[turn] is None for turn in turns if self._is_assistant(turn)):
+            assistants = [turn for turn in range(total) if self._is_assistant(turn)]
             supplied = self._template.probe.generation_prompt
-            span = (marked_spans(seen.whole.text, seen.blocks, assistants, supplied, added) or {}).get(turn)
+            blocks = marked_spans(seen.whole.text, seen.blocks, assistants, supplied, added) or {}
+            found |= {turn: span for turn, span in blocks.items() if turn in found}
+        return [self._checked(seen, turn, found[turn]) for turn in turns]
+
+    def _checked(self, seen: _Seen, turn: int, span: Span | None) -> Span:
         if span is None:
             raise self._refusal(seen, turn)
-        if self._messages[turn].content.strip() and not has_text(seen.whole.text[span[0] : span[1]], added):
+        text = seen.whole.text[span[0] : span[1]]
+        if self._messages[turn].content.strip() and not has_text(text, self._template.added):
             raise UnusableError("turn_left_out", f"{self._name} leaves out what message {turn + 1} says")
         return span
 

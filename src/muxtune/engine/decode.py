@@ -49,8 +49,12 @@ class DecodeSource:
 
     def reference(self, slot: int) -> SequenceRef:
         """The next work of a slot: its tokens that no pass has seen."""
-        state = self.states[slot]
-        return SequenceRef(slot, len(state.ids) - state.cached)
+        return SequenceRef(slot, self.waiting(slot))
+
+    def waiting(self, slot: int) -> int:
+        """How many tokens of a slot no pass has seen; 0 for a slot that is not there."""
+        state = self.states.get(slot)
+        return len(state.ids) - state.cached if state is not None else 0
 
     def finish(self, slot: int) -> None:
         del self.states[slot]

@@ -28,7 +28,8 @@ from muxtune.models.loss import TokenLosses, token_losses, token_losses_plain
 from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import RowKeys, row_keys
 from muxtune.peft.multiplex import hooks
-from muxtune.plan.types import ActionRecord, ItemOutcome, MicroBatch, OptimStep, RoundRecord, RoundSchedule
+from muxtune.plan.legal import require_legal
+from muxtune.plan.types import ActionRecord, ItemOutcome, MicroBatch, OptimStep, RoundRecord, RoundSchedule, WorkItem
 
 Source = Sequence[TokenSequence] | DecodeSource
 
@@ -47,9 +48,19 @@ class Executor:
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run every action in order.
 
-        Raises StateError, before anything has run, where the schedule names a task or a source that is not there.
+        Raises StateError, before anything has run, for an illegal schedule or one that names what is not there. Where
+        a pass raises, the tasks it trained lose their step in progress, gradient and all: a step counts once or never.
         """
         self._check(schedule)
+        try:
+            return self._run(schedule)
+        except BaseException:
+            for task in {item.task for action in _passes(schedule) for item in action.items if item.kind == "train"}:
+                if task is not None:
+                    self._tasks[task].drop_pending()
+            raise
+
+    def _run(self, schedule: RoundSchedule) -> RoundRecord:
         began = time.perf_counter()
         records: list[ActionRecord] = []
         for index, action in enumerate(schedule.actions):
@@ -64,19 +75,23 @@ class Executor:
         return RoundRecord(schedule, tuple(records), time.perf_counter() - began)
 
     def _check(self, schedule: RoundSchedule) -> None:
-        for action in schedule.actions:
-            items = () if isinstance(action, OptimStep) else action.items
-            named = [action.task] if isinstance(action, OptimStep) else [item.task for item in items]
-            for task in named:
-                if task is not None and task not in self._tasks:
-                    raise StateError("no such task is attached", where=task)
-            if len({item.kind == "train" for item in items}) > 1 or len(named) != len(set(named)):
-                raise StateError("a micro-batch mixes train and forward-only items, or names a task twice")
-            for item in items:
-                if item.source not in self._sources:
-                    raise StateError("no such source of sequences", where=item.source)
-                if item.kind == "train" and item.task is None:
-                    raise StateError("the bare backbone cannot train", where=item.source)
+        steps = {action.task for action in schedule.actions if isinstance(action, OptimStep)}
+        items = [item for action in _passes(schedule) for item in action.items]
+        for task in steps | {item.task for item in items if item.task is not None}:
+            if task not in self._tasks:
+                raise StateError("no such task is attached", where=task)
+        require_legal(schedule, [name for name, task in self._tasks.items() if task.has_pending])
+        for item in items:
+            self._check_sequences(item)
+
+    def _check_sequences(self, item: WorkItem) -> None:
+        source = self._sources.get(item.source)
+        if source is None or isinstance(source, DecodeSource) != (item.kind == "decode"):
+            raise StateError(f"no such source of sequences to {item.kind}", where=item.source)
+        for ref in item.sequences:
+            held = _tokens_of(source, ref.index)
+            if held != ref.length:
+                raise StateError(f"sequence {ref.index} has {held} tokens, not {ref.length}", where=item.source)
 
     def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
         if all(item.kind == "decode" for item in batch.items):
@@ -129,6 +144,17 @@ class Executor:
         if rows.item.kind != "train" or not task.adapter.stochastic:
             return None
         return row_keys(task.job.seed, task.step, rows.example_t, rows.position_t, self._backbone.device)
+
+
+def _passes(schedule: RoundSchedule) -> list[MicroBatch]:
+    return [action for action in schedule.actions if isinstance(action, MicroBatch)]
+
+
+def _tokens_of(source: Source, index: int) -> int:
+    """What a reference to this sequence must say; 0 where there is none."""
+    if isinstance(source, DecodeSource):
+        return source.waiting(index)
+    return len(source[index]) if 0 <= index < len(source) else 0
 
 
 def _outcomes(packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:

@@ -116,6 +116,11 @@ class Task:
         self._pending.correct += outcome.correct
         self._pending.input_tokens += outcome.input_tokens
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether an optimizer step is in progress."""
+        return self._pending.input_tokens > 0
+
     def drop_pending(self) -> None:
         """Forget the optimizer step in progress: nothing of it has been applied."""
         self._pending = _Pending()

@@ -69,12 +69,14 @@ class LinearOp:
         return grad_TO @ (self.weight.T if self.transposed else self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the module's forward becomes: [..., I] -> [..., O], through the pass's hook where there is one."""
+        """What the module's forward becomes: [..., I] -> [..., O], through the pass's hook where there is one.
+
+        Hooked or not, the kernel sees the same [T, I]: whether a co-runner hooks this linear may not change a bit.
+        """
         current = self._slot.current
         hook = current.hooks.get(self.name) if current is not None else None
-        if hook is None:
-            return self.forward(x)
-        y_TO = hook(self, x.reshape(-1, self.in_features))
+        x_TI = x.reshape(-1, self.in_features)
+        y_TO = hook(self, x_TI) if hook is not None else self.forward(x_TI)
         return y_TO.view(*x.shape[:-1], self.out_features)
 
 

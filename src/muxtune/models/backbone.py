@@ -13,7 +13,7 @@ Legend: T packed tokens, D model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class TransformersBlock:
 
     def __init__(self, index: int, layer: nn.Module, slot: PassSlot) -> None:
         self._index = index
-        self._layer_forward = type(layer).forward.__get__(layer)
+        self._layer_forward = _own_forward(layer)
         self._slot = slot
 
     def forward(self, x_TD: Tensor, prelude: Prelude, current: Pass) -> Tensor:
@@ -67,14 +67,27 @@ class TransformersBlock:
 
 
 class _Recorder:
-    """Stands in for a layer's forward while `begin` runs: notes rows and arguments, and passes the rows on."""
+    """Stands in for a module's forward while `begin` runs: notes rows and arguments, and passes the rows on.
 
-    def __init__(self, notes: list[_Call]) -> None:
+    The module itself runs later and once, through `_own_forward`. Outside `begin` the model has no layers any more, and
+    says so rather than give the logits of none.
+    """
+
+    def __init__(self, slot: PassSlot, notes: list[_Call] | None = None) -> None:
+        self._slot = slot
         self._notes = notes
 
     def __call__(self, x_1TD: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        self._notes.append((x_1TD, arguments, keywords))
+        assert self._slot.current is not None, "a model in a Backbone runs through the Backbone only"
+        if self._notes is not None:
+            self._notes.append((x_1TD, arguments, keywords))
         return x_1TD
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module's class, whatever stands in for it in the instance."""
+    forward: Callable[..., Any] = type(module).forward.__get__(module)
+    return forward
 
 
 class Backbone:
@@ -91,10 +104,9 @@ class Backbone:
         self.recipe: Recipe = recipe_for(model, model.config.model_type)
         self._body = model.get_submodule(self.recipe.body)
         layers = getattr(self._body, self.recipe.layers)
-        self._norm: nn.Module | None = getattr(self._body, self.recipe.norm) if self.recipe.norm else None
-        self._project_out: nn.Module | None = (
-            getattr(self._body, self.recipe.project_out) if self.recipe.project_out else None
-        )
+        named = [getattr(self._body, name) for name in (self.recipe.norm, self.recipe.project_out) if name]
+        after = [module for module in named if module is not None]
+        self._after = [_own_forward(module) for module in after]
         self.head = _head_of(model)
         self.slot = PassSlot()
         self._notes: list[_Call] = []
@@ -104,7 +116,9 @@ class Backbone:
         )
         self.blocks: list[Block] = [TransformersBlock(index, layer, self.slot) for index, layer in enumerate(layers)]
         for layer in layers:
-            layer.__dict__["forward"] = _Recorder(self._notes)
+            layer.__dict__["forward"] = _Recorder(self.slot, self._notes)
+        for module in after:
+            module.__dict__["forward"] = _Recorder(self.slot)
 
     @property
     def device(self) -> torch.device:
@@ -140,10 +154,8 @@ class Backbone:
     def finish(self, x_TD: Tensor) -> Tensor:
         """Everything between the last layer and the head."""
         x_1TD = x_TD[None]
-        if self._norm is not None:
-            x_1TD = self._norm(x_1TD)
-        if self._project_out is not None:
-            x_1TD = self._project_out(x_1TD)
+        for forward in self._after:
+            x_1TD = forward(x_1TD)
         return x_1TD[0]
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Tensor:

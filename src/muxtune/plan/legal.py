@@ -1,0 +1,62 @@
+"""Which schedules may run: the rules of the vocabulary, checked on integers before anything runs.
+
+A micro-batch trains, or goes forward only (eval, reference), or decodes; it names a task at most once. A train item has
+a task and a denominator, the same in all of a task's items. An optimizer step has a gradient to apply and comes once,
+after the task's last train item. Whether tasks and sequences exist is for whoever holds them to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from muxtune.errors import StateError
+from muxtune.plan.types import MicroBatch, OptimStep, RoundSchedule, WorkItem
+
+_PASS_OF = {"train": "train", "eval": "forward-only", "reference": "forward-only", "decode": "decode"}
+
+
+def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> None:
+    """Raises StateError for the first rule broken. `pending`: tasks that have a gradient from earlier schedules."""
+    denominators: dict[str, int] = {}
+    with_gradient, stepped = set(pending), set[str]()
+    for action in schedule.actions:
+        if isinstance(action, OptimStep):
+            _require(action.task in with_gradient, "has no gradient to apply", action.task)
+            with_gradient.remove(action.task)
+            stepped.add(action.task)
+            continue
+        _require_one_pass(action)
+        for item in action.items:
+            if item.kind == "train":
+                task, denominator = _trained(item)
+                _require(task not in stepped, "trains again after its optimizer step", task)
+                agreed = denominators.setdefault(task, denominator)
+                _require(denominator == agreed, "has two denominators for one optimizer step", task)
+                with_gradient.add(task)
+
+
+def _require_one_pass(batch: MicroBatch) -> None:
+    passes = {_PASS_OF[item.kind] for item in batch.items}
+    _require(len(passes) == 1, f"a micro-batch is of one kind, not {' and '.join(sorted(passes)) or 'empty'}")
+    named = [item.task for item in batch.items]
+    _require(len(named) == len(set(named)), "a micro-batch names a task twice")
+    for item in batch.items:
+        _require(bool(item.sequences), "an item has no sequences", item.source)
+        _require(all(ref.length > 0 for ref in item.sequences), "a sequence has no tokens", item.source)
+    if passes == {"decode"}:
+        slots = [ref.index for item in batch.items for ref in item.sequences]
+        _require(len({item.source for item in batch.items}) == 1, "a decode micro-batch has one source")
+        _require(len(slots) == len(set(slots)), "a decode micro-batch names a sequence twice")
+
+
+def _trained(item: WorkItem) -> tuple[str, int]:
+    if item.task is None:
+        raise StateError("the bare backbone cannot train", where=item.source)
+    if item.loss is None or item.loss.denominator < 1:
+        raise StateError("a train item needs a denominator of at least 1", where=item.task)
+    return item.task, item.loss.denominator
+
+
+def _require(legal: bool, message: str, where: str | None = None) -> None:
+    if not legal:
+        raise StateError(message, where=where, hint="mend the schedule; nothing of it has run")

@@ -54,7 +54,7 @@ CITIES = words(
 )
 JOBS = words(
     """
-    teacher nurse driver doctor baker writer actor pilot artist cook lawyer guard editor chef worker manager
+    teacher nurse driver doctor baker writer actor pilot artist cook lawyer painter editor chef worker manager
     singer builder
     """
 )
@@ -86,8 +86,8 @@ class Picker:
     def number(self, low: int, high: int, step: int = 1) -> int:
         return self.one(range(low, high, step))
 
-    def two_files(self) -> tuple[str, str]:
-        first, second = self._rng.sample(split(FILES, self.part), 2)
+    def two(self, pool: Sequence[T]) -> tuple[T, T]:
+        first, second = self._rng.sample(split(pool, self.part), 2)
         return first, second
 
     def phone(self) -> str:
@@ -138,7 +138,8 @@ def to_redacted(pick: Picker) -> Iterator[Pair]:
     )
     tags = {"name": "[NAME]", "other": "[NAME]", "phone": "[PHONE]", "email": "[EMAIL]"}
     for template in cycle(templates):
-        facts = {"name": pick.one(PEOPLE), "other": pick.one(PEOPLE), "phone": pick.phone(), "email": pick.email()}
+        name, other = pick.two(PEOPLE)
+        facts = {"name": name, "other": other, "phone": pick.phone(), "email": pick.email()}
         yield template.format(**facts), template.format(**tags)
 
 
@@ -152,7 +153,7 @@ INTENTS = {
         "My {card} fell out of my bag {when}",
         "I left my {card} in a bus {when}",
         "My wallet with my {card} is gone",
-        "A thief has my {card}",
+        "Somebody stole my {card}",
     ),
     "balance": (
         "How much money do I have?",
@@ -221,7 +222,7 @@ def to_intent(pick: Picker) -> Iterator[Pair]:
 
 def to_shell(pick: Picker) -> Iterator[Pair]:
     while True:
-        file, other = pick.two_files()
+        file, other = pick.two(FILES)
         folder, word, count = pick.one(FOLDERS), pick.one(WORDS), pick.number(3, 60)
         yield f"list the files in {folder}", f"ls {folder}"
         yield f"make a folder called {folder}", f"mkdir {folder}"

@@ -119,7 +119,7 @@ def test_a_local_folder_keeps_its_place_whatever_the_working_directory(
     folder = resolve(tiny_llama.name, cache_dir=tmp_path)
     monkeypatch.chdir(tmp_path)
     assert folder.path == tiny_llama
-    assert (folder.name, folder.public_name, folder.note) == (tiny_llama.name, str(tiny_llama), "")
+    assert (folder.name, folder.public_name, folder.note) == (tiny_llama.name, tiny_llama.name, "")
     assert len(folder.weights_sha256) == 64
 
 

@@ -7,7 +7,8 @@ sequences must equal the two alone. (Bloom, whose position bias never reaches th
 `rows_invariant` finds out whether a row of a shared GEMM has the same bits whatever rows stand beside it, on this
 device, dtype and number of threads. Where it holds, a task trained with others equals the task alone bit for bit.
 
-Cost: a few passes over 40 tokens, and five GEMMs a distinct weight shape; under a second for 135M parameters.
+Cost: a few passes over 40 tokens, and eight products of up to 256 rows a distinct weight shape: about a second for 135M
+parameters, most of it the head.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _composed_logits(backbone: Backbone, sequences: list[Tensor]) -> tuple[list[
 
 
 @torch.no_grad()
-def rows_invariant(backbone: Backbone, batches: tuple[int, ...] = (32, 48, 128, 512)) -> bool:
+def rows_invariant(backbone: Backbone, batches: tuple[int, ...] = (48, 256)) -> bool:
     """Whether 16 rows give the same bits alone and inside larger batches, for every distinct frozen weight shape."""
     shapes = {op.weight.shape: op.weight for op in backbone.attach_points.values()}
     weights = [*shapes.values(), backbone.head.weight_VD]
@@ -95,7 +96,7 @@ def _weight_invariant(weight_OI: Tensor, batches: tuple[int, ...]) -> bool:
         rows = torch.randn(max(batches), inner, generator=generator).to(factor)
         alone = rows[:ROW_MULTIPLE] @ factor
         for total in batches:
-            for start in {0, total - ROW_MULTIPLE, (total - ROW_MULTIPLE) // 2 | 1}:
+            for start in (0, (total - ROW_MULTIPLE) // 2 | 1):
                 batch = rows[:total].clone()
                 batch[start : start + ROW_MULTIPLE] = rows[:ROW_MULTIPLE]
                 if not torch.equal((batch @ factor)[start : start + ROW_MULTIPLE], alone):

@@ -164,13 +164,16 @@ def _embedded_info(cache_dir: Path) -> ModelInfo:
 
 
 def _local_folder(name: str, path: Path, cache_dir: Path) -> ModelFolder:
-    """A folder of the user's. One that `export` wrote says its public name itself; its hash is never believed."""
+    """A folder of the user's. One that `export` wrote says its public name itself; its hash is never believed.
+
+    Any other is known by its own name: adapters must not carry a path of this machine (`export --base-name` says more).
+    """
     path = path.absolute()
     check_folder(path)
     receipt = read_receipt(path)
     if receipt is not None:
         return ModelFolder(name, path, receipt.origin.public_name, receipt.origin.note, cache_dir)
-    return ModelFolder(name, path, str(path.resolve()), "", cache_dir)
+    return ModelFolder(name, path, path.resolve().name, "", cache_dir)
 
 
 def _from_gguf(name: str, file: Path, cache_dir: Path, *, public_name: str) -> ModelFolder:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,59 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muxtune.data.render import Rejected, Rendered, Renderer, trained_turns
+from muxtune.data.sandbox import Limits
 from muxtune.data.tokenizer import TextTokenizer
 from muxtune.data.types import Example, Message
 from muxtune.errors import DataError
 from tests.data.folders import FAMILIES, make_folder, template
-
-NOW = datetime(2026, 3, 9)
-Turns = Sequence[tuple[str, str]]
-TWO: Turns = [("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "D")]
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-TOOLS = ({"type": "function", "function": {"name": "weather", "parameters": {}}},)
-
-Open = Callable[..., Renderer]
-
-
-@pytest.fixture
-def open_renderer(tmp_path: Path) -> Iterator[Open]:
-    """`open_renderer(family, source=None, **options)`: a renderer of a family's tokenizer, closed afterwards."""
-    opened: list[Renderer] = []
-
-    def make(family: str = "chatml", source: str | None = None, **options: Any) -> Renderer:
-        folder = make_folder(tmp_path / f"{family}-{len(opened)}", FAMILIES[family], template=source)
-        opened.append(Renderer(TextTokenizer.from_folder(folder), now=NOW, **options))
-        return opened[-1]
-
-    yield make
-    for renderer in opened:
-        renderer.close()
-
-
-def example(turns: Turns, **extra: Any) -> Example:
-    return Example("f.jsonl", 7, "messages", messages=tuple(Message(*turn) for turn in turns), **extra)
-
-
-def render(renderer: Renderer, one: Example) -> Rendered:
-    (result,) = renderer.render([one])
-    assert isinstance(result, Rendered), result
-    assert result.ids.dtype == np.int32 and result.mask.dtype == np.bool_ and result.ids.shape == result.mask.shape
-    assert not result.mask[:1].any()
-    return result
-
-
-def refused(renderer: Renderer, one: Example) -> Rejected:
-    (result,) = renderer.render([one])
-    assert isinstance(result, Rejected), result
-    return result
-
-
-def trained(renderer: Renderer, one: Example) -> list[str]:
-    """The text of each run of trained tokens."""
-    result = render(renderer, one)
-    borders = np.flatnonzero(np.diff(np.concatenate([[False], result.mask, [False]])))
-    return [renderer.tokenizer.decode(result.ids[a:b].tolist()) for a, b in borders.reshape(-1, 2)]
-
+from tests.data.rendering import NOW, TWO, Open, example, refused, render, trained
 
 # --- conversations: which turns
 
@@ -129,10 +80,10 @@ def test_a_conversation_without_an_answer_trains_nothing(open_renderer: Open) ->
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents=st.lists(st.text("ab <>|\n[]s/é", min_size=1, max_size=12), min_size=2, max_size=6))
 def test_the_prompt_of_sampling_is_what_precedes_each_answer(
-    shared: dict[str, Renderer], name: str, contents: list[str]
+    family_renderers: dict[str, Renderer], name: str, contents: list[str]
 ) -> None:
     """Targets begin exactly where the prompt that a sampler is given ends, whatever the texts."""
-    renderer = shared[name]
+    renderer = family_renderers[name]
     turns = [(("user", "assistant")[k % 2], text) for k, text in enumerate(contents)]
     (result,) = renderer.render([example(turns)])
     if isinstance(result, Rejected):
@@ -147,18 +98,6 @@ def test_the_prompt_of_sampling_is_what_precedes_each_answer(
         same = min(len(prompt), int(start))
         assert not between.strip(), "only whitespace that merges with the template's is no target"
         assert result.ids[: same - 1].tolist() == prompt[: same - 1].tolist()
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Renderer]]:
-    root = tmp_path_factory.mktemp("shared")
-    made = {
-        name: Renderer(TextTokenizer.from_folder(make_folder(root / name, family)), now=NOW)
-        for name, family in FAMILIES.items()
-    }
-    yield made
-    for renderer in made.values():
-        renderer.close()
 
 
 # --- conversations: the mask is right or the example is refused
@@ -275,212 +214,6 @@ def test_the_only_closing_token_is_trained_though_it_comes_at_the_very_end(open_
     assert renderer.eos_ids == (2,)
 
 
-# --- tools
-
-
-@pytest.mark.parametrize(
-    "one, what",
-    [
-        (example(TWO, tools=TOOLS), "the tools"),
-        (
-            Example(
-                "f",
-                7,
-                "messages",
-                messages=(Message("user", "A"), Message("assistant", "", extra={"tool_calls": [CALL]})),
-            ),
-            "the tool calls",
-        ),
-    ],
-)
-def test_a_template_that_ignores_tools_is_refused_unless_told_so(open_renderer: Open, one: Example, what: str) -> None:
-    problem = refused(open_renderer("chatml"), one)
-    assert problem.code == "tools_ignored"
-    assert "template of chatml" in problem.message and what in problem.message
-    assert trained(open_renderer("chatml", ignore_tools=True), one)[-1].endswith("<|im_end|>")
-
-
-def test_a_template_that_leaves_out_tool_results_is_refused(open_renderer: Open) -> None:
-    source = template("chatml").replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
-    turns = [("user", "A"), ("tool", "21 degrees"), ("assistant", "B")]
-    assert "tool results" in refused(open_renderer("chatml", source), example(turns)).message
-
-
-def test_a_template_that_crashes_on_a_call_without_content_is_named(open_renderer: Open) -> None:
-    source = template("chatml").replace("m.content", "(m.content or none)")
-    one = Example(
-        "f", 7, "messages", messages=(Message("user", "A"), Message("assistant", "", extra={"tool_calls": [CALL]}))
-    )
-    problem = refused(open_renderer("chatml", source), one)
-    assert problem.code == "template_error"
-    assert "template of chatml" in problem.message and "NoneType" in problem.message
-
-
-def test_tool_calls_and_answers_are_trained_and_results_are_not(open_renderer: Open) -> None:
-    messages = (
-        Message("user", "Weather?"),
-        Message("assistant", "", extra={"tool_calls": [CALL]}),
-        Message("tool", "sunny"),
-        Message("tool", "warm"),
-        Message("assistant", "Sunny."),
-    )
-    call, answer = trained(open_renderer("qwen2.5"), Example("f", 1, "messages", messages=messages, tools=TOOLS))
-    assert call.startswith("<tool_call>") and '"city": "Rome"' in call and call.endswith("</tool_call><|im_end|>")
-    assert answer == "Sunny.<|im_end|>"
-
-
-# --- BOS and EOS, once
-
-
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.adds_bos])
-def test_bos_is_there_once_whoever_adds_it(open_renderer: Open, name: str) -> None:
-    """Report: rendering to text and tokenising again doubled BOS; dropping it then lost EOS."""
-    renderer = open_renderer(name)
-    bos, eos = renderer.tokenizer.bos_id, renderer.tokenizer.eos_id
-    chat = render(renderer, example(TWO[:2])).ids.tolist()
-    assert chat.count(bos) == FAMILIES[name].template.count("bos_token"), "the template's own, never a second"
-    for one in (
-        Example("f", 1, "text", completion="some text"),
-        Example("f", 1, "prompt_completion", prompt="some", completion="text"),
-    ):
-        result = render(renderer, one)
-        assert result.ids.tolist().count(bos) == 1 and result.ids[0] == bos
-        assert result.ids.tolist().count(eos) == 1 and result.ids[-1] == eos and result.mask[-1]
-
-
-def test_prompt_and_completion_are_tokenised_apart(open_renderer: Open) -> None:
-    renderer = open_renderer("llama-3")
-    result = render(renderer, Example("f", 1, "prompt_completion", prompt="How many us", completion="ers are there?"))
-    prompt = renderer.prompt_ids("How many us")
-    completion = [*renderer.tokenizer.encode("ers are there?"), renderer.tokenizer.eos_id]
-    assert result.ids.tolist() == [*prompt.tolist(), *completion]
-    assert result.mask.tolist() == [False] * len(prompt) + [True] * len(completion)
-    assert prompt[0] == renderer.tokenizer.bos_id and prompt.dtype == np.int32
-
-
-def test_an_empty_prompt_leaves_the_first_token_untrained(open_renderer: Open) -> None:
-    result = render(open_renderer("chatml"), Example("f", 1, "prompt_completion", prompt="", completion="ab"))
-    assert result.mask.tolist() == [False] + [True] * (len(result.ids) - 1)
-
-
-def test_a_text_is_trained_but_for_its_first_token(open_renderer: Open) -> None:
-    for name in ("chatml", "llama-3"):
-        result = render(open_renderer(name, train_on="all"), Example("f", 1, "text", completion="some text"))
-        assert result.mask.tolist() == [False] + [True] * (len(result.ids) - 1)
-
-
-def test_a_tokenizer_that_adds_eos_adds_it_once(tmp_path: Path) -> None:
-    import json
-
-    folder = make_folder(tmp_path, FAMILIES["llama-3"])
-    value = json.loads((folder / "tokenizer.json").read_text())
-    eos = {"SpecialToken": {"id": "<|end_of_text|>", "type_id": 0}}
-    value["post_processor"]["single"].append(eos)
-    value["post_processor"]["special_tokens"]["<|end_of_text|>"] = {
-        "id": "<|end_of_text|>",
-        "ids": [1],
-        "tokens": ["<|end_of_text|>"],
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(value))
-    renderer = Renderer(TextTokenizer.from_folder(folder), now=NOW)
-    assert renderer.tokenizer.encode("a", add_special_tokens=True)[-1] == 1
-    for one in (
-        Example("f", 1, "text", completion="a"),
-        Example("f", 1, "prompt_completion", prompt="b", completion="a"),
-    ):
-        assert render(renderer, one).ids.tolist().count(1) == 1
-    assert renderer.prompt_ids("a").tolist() == [0, *renderer.tokenizer.encode("a")], "a prompt is not over"
-
-
-def test_eos_is_trained_though_it_is_the_padding_too(tmp_path: Path) -> None:
-    """Report: `pad = eos`, a collator that masks padding, and a model that never stops."""
-    folder = make_folder(tmp_path, FAMILIES["llama-2"], pad="</s>")
-    renderer = Renderer(TextTokenizer.from_folder(folder), now=NOW)
-    assert renderer.tokenizer.pad_id == renderer.tokenizer.eos_id == 2
-    for one in (
-        example(TWO),
-        Example("f", 1, "text", completion="a"),
-        Example("f", 1, "prompt_completion", prompt="b", completion="a"),
-    ):
-        result = render(renderer, one)
-        assert result.ids[-1] == 2 and result.mask[-1]
-        assert result.mask[result.ids == 2].all()
-    renderer.close()
-
-
-# --- special tokens in anyone's text stay text
-
-FORGERIES = [
-    "{eot}",
-    "x{eot}\n{start}",
-    "{eot}{eot}",
-    "say {eot} twice {eot} ok",
-    "{head}",
-    "{tail}",
-    "{head}{tail}",
-    " {tail} and {head} ",
-    "<s></s><unk>",
-]
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
-@pytest.mark.parametrize("forgery", FORGERIES)
-def test_names_of_special_tokens_in_a_text_stay_text(shared: dict[str, Renderer], name: str, forgery: str) -> None:
-    renderer = shared[name]
-    end = renderer.tokenizer.decode([renderer.end_of_turn_id or 0])
-    text = forgery.format(eot=end, start=FAMILIES[name].special[-1], head=end[:-1], tail=end[1:])
-    control = {renderer.tokenizer.token_id(token) for token in renderer.tokenizer.special_tokens}
-    plain = render(renderer, example([("user", "q"), ("assistant", "B"), ("user", "q"), ("assistant", "D")]))
-    forged = render(renderer, example([("user", text), ("assistant", "B"), ("user", text), ("assistant", "x" + text)]))
-    keep = [i for i in plain.ids.tolist() if i in control]
-    assert [i for i in forged.ids.tolist() if i in control] == keep, "the same turns"
-    assert text.strip() in renderer.tokenizer.decode(forged.ids.tolist())
-    assert (forged.ids[forged.mask] == renderer.end_of_turn_id).sum() == 2
-    prompt = renderer.render_prompt([Message("user", text)]).tolist()
-    assert [i for i in prompt if i in control] == [
-        i for i in renderer.render_prompt([Message("user", "q")]).tolist() if i in control
-    ]
-
-
-@pytest.mark.parametrize("shape", ["text", "prompt_completion"])
-def test_rows_without_a_template_keep_special_names_as_text(open_renderer: Open, shape: Any) -> None:
-    renderer = open_renderer("llama-3")
-    text = "x<|eot_id|>y<|end_of_text|><|begin_of_text|>"
-    prompt = None if shape == "text" else text
-    result = render(renderer, Example("f", 1, shape, prompt=prompt, completion=text))
-    special = [i for i in result.ids.tolist() if i < 5]
-    assert special == [0, 1], "BOS and EOS, ours"
-    assert renderer.tokenizer.decode(result.ids[1:-1].tolist()) == text * (1 if prompt is None else 2)
-
-
-def test_names_in_tool_arguments_keys_and_roles_stay_text(open_renderer: Open) -> None:
-    renderer = open_renderer("qwen2.5")
-    call = {"type": "function", "function": {"name": "f<|im_end|>", "arguments": {"<|im_start|>k": "<|im_end|>"}}}
-    messages = (
-        Message("user", "A"),
-        Message("assistant", "", extra={"tool_calls": [call]}),
-        Message("user<|im_end|>", "B"),
-        Message("assistant", "D"),
-    )
-    tools = ({"type": "function", "function": {"name": "f", "description": "<|im_start|>system", "<|im_end|>": 1}},)
-    result = render(renderer, Example("f", 1, "messages", messages=messages, tools=tools))
-    ids = result.ids.tolist()
-    assert ids.count(1) == ids.count(2) == 5, "tools, and four turns"
-
-
-def test_a_template_that_reads_special_names_in_texts_is_refused(open_renderer: Open) -> None:
-    source = template("chatml").replace("m.content", "m.content.replace('<|im_end|>', '')")
-    problem = refused(open_renderer("chatml", source), example([("user", "a<|im_end|>"), ("assistant", "B")]))
-    assert problem.code == "special_token_in_text" and "template of chatml" in problem.message
-
-
-def test_tokens_that_are_not_special_are_read_in_texts(open_renderer: Open) -> None:
-    """A thought in the data is trained with the model's own tokens for it."""
-    renderer = open_renderer("qwen3")
-    result = render(renderer, example([("user", "A"), ("assistant", "<think>Hm</think>B")]))
-    assert renderer.tokenizer.token_id("<think>") in result.ids[result.mask]
-
-
 # --- the rest
 
 
@@ -503,8 +236,6 @@ def test_a_bad_example_does_not_touch_its_neighbours(open_renderer: Open) -> Non
     ],
 )
 def test_a_template_that_attacks_fails_the_whole_file_by_name(open_renderer: Open, source: str) -> None:
-    from muxtune.data.sandbox import Limits
-
     with pytest.raises(DataError, match="template of chatml"):
         open_renderer("chatml", source, limits=Limits(time_s=2)).render([example(TWO)] * 1000)
 

@@ -82,6 +82,7 @@ class TokenNames:
         return self.in_text(text) or text.rstrip().endswith(self._beginnings) or text.lstrip().startswith(self._endings)
 
     def mark(self, text: str, mark: str) -> str:
+        """The text with a mark inside each name, and at an end that could become part of one."""
         if not self.needs_marks(text):
             return text
         places = {match.start() + 1 for match in self._everywhere.finditer(text)}

@@ -49,7 +49,7 @@ class Limits:
     time_s: float = 10.0
     memory_bytes: int = 512 * 2**20
     output_chars: int = 16 * 2**20
-    idle_s: float = 60.0
+    idle_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, BinaryIO
 
@@ -126,6 +126,7 @@ def _raise_exception(message: str) -> None:
 
 
 def make_environment(now: datetime) -> ImmutableSandboxedEnvironment:
+    """What a template finds; `now` is the moment that `strftime_now` tells."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationExtension, LoopControls]
     )
@@ -273,7 +274,8 @@ def restrict(setup: Json) -> None:
             continue
 
 
-def serve(arguments: Sequence[str], stdin: BinaryIO, stdout: BinaryIO) -> int:
+def serve(stdin: BinaryIO, stdout: BinaryIO) -> int:
+    """Answer requests until the parent closes the pipe; returns the exit status."""
     first = read_frame(stdin)
     if first is None:
         return 0
@@ -300,4 +302,4 @@ def serve(arguments: Sequence[str], stdin: BinaryIO, stdout: BinaryIO) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv, sys.stdin.buffer, sys.stdout.buffer))
+    sys.exit(serve(sys.stdin.buffer, sys.stdout.buffer))

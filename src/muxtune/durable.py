@@ -1,18 +1,21 @@
 """Files that are whole or absent, whenever the process dies.
 
 The boundary: bytes and paths only; what is in the files is the caller's business. Written beside, fsynced, renamed:
-a reader, or a process that starts after a crash, sees the old file or the new one and never a part. Costs one fsync
-a file and one a folder.
+a reader, or a process that starts after a crash, sees the old file or the new one and never a part. What a killed
+writer leaves has a name that `is_staged` knows and `sweep` removes. Costs one fsync a file and one a folder.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_STAGED = re.compile(r"\.(.+)\.[0-9a-f]{8}\.staged")
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -38,13 +41,15 @@ def staged_folder(dest: Path, *, key_file: str) -> Iterator[Path]:
     ones are moved in one by one while `key_file`, without which a reader takes the folder for incomplete, is absent:
     it goes first and comes last, so old and new files are never read together.
     """
-    dest.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(dest.parent)
     staging = _beside(dest)
     staging.mkdir()
     try:
         yield staging
         files = sorted(staging.iterdir())
+        mode = staging.stat().st_mode & 0o666  # as the umask says; safetensors makes its files for the owner alone
         for file in files:
+            file.chmod(mode)
             sync(file)
         sync(staging)
         if dest.exists():
@@ -54,6 +59,44 @@ def staged_folder(dest: Path, *, key_file: str) -> Iterator[Path]:
             sync(dest.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, that are still there after a power cut."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder that a reader, whenever this process dies, finds whole or not at all."""
+    doomed = _beside(path)
+    try:
+        os.rename(path, doomed)
+    except FileNotFoundError:
+        return
+    sync(path.parent)
+    shutil.rmtree(doomed)
+
+
+def is_staged(path: Path) -> bool:
+    """Whether `path` is something half-written, or half-removed, of this module."""
+    return _STAGED.fullmatch(path.name) is not None
+
+
+def sweep(folder: Path) -> None:
+    """Remove from `folder` what killed writers left. The caller sees to it that no writer is at work there."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if not is_staged(path):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -2,6 +2,8 @@
 
 Names are those that trackers know (`train/loss`, `eval/loss`, ...). Rows are appended and flushed; `cut` drops rows
 beyond a checkpoint when a run is resumed, so that no step appears twice. A half-written last row is dropped likewise.
+The JSON lines are the truth and `cut` makes the CSV from them anew, so the two agree whatever a crash left. JSON has no
+NaN: a number that is not finite is null there and empty in the CSV.
 """
 
 from __future__ import annotations
@@ -9,15 +11,17 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from muxtune.durable import write_durably
+from muxtune.durable import sync, write_durably
 from muxtune.spec.event import EvalResult, StepResult
 
 JSONL, CSV = "metrics.jsonl", "metrics.csv"
+STEP = "train/global_step"
 COLUMNS = (
-    "train/global_step",
+    STEP,
     "train/epoch",
     "train/loss",
     "train/learning_rate",
@@ -30,17 +34,16 @@ COLUMNS = (
     "eval/token_accuracy",
     "eval/num_trained_tokens",
 )
-Row = Mapping[str, float | int]
+Row = Mapping[str, float | int | None]
 
 
 def step_row(result: StepResult) -> Row:
-    """The row of an optimizer step."""
     return {
-        "train/global_step": result.step,
+        STEP: result.step,
         "train/epoch": round(result.epoch, 6),
-        "train/loss": result.loss,
+        "train/loss": _finite(result.loss),
         "train/learning_rate": result.lr,
-        "train/grad_norm": result.grad_norm,
+        "train/grad_norm": _finite(result.grad_norm),
         "train/token_accuracy": result.accuracy,
         "train/num_trained_tokens": result.tokens,
         "train/num_input_tokens": result.input_tokens,
@@ -49,10 +52,9 @@ def step_row(result: StepResult) -> Row:
 
 
 def eval_row(result: EvalResult) -> Row:
-    """The row of an evaluation."""
     return {
-        "train/global_step": result.step,
-        "eval/loss": result.loss,
+        STEP: result.step,
+        "eval/loss": _finite(result.loss),
         "eval/token_accuracy": result.accuracy,
         "eval/num_trained_tokens": result.tokens,
     }
@@ -65,33 +67,59 @@ class MetricsFiles:
         self._jsonl, self._csv = folder / JSONL, folder / CSV
 
     def append(self, row: Row) -> None:
-        """Add a row to both files."""
         with open(self._jsonl, "a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(row)) + "\n")
+            file.write(_json_text([row]))
         fresh = not self._csv.exists()
         with open(self._csv, "a", encoding="utf-8", newline="") as file:
             file.write(_csv_text([row], header=fresh))
 
     def rows(self) -> list[Row]:
-        """All whole rows."""
-        if not self._jsonl.exists():
-            return []
+        """All rows up to the first that is not whole: what follows it was written after the damage was done."""
         found: list[Row] = []
-        for line in self._jsonl.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                found.append(json.loads(line))
+        if not self._jsonl.exists():
+            return found
+        for line in self._jsonl.read_bytes().splitlines(keepends=True):
+            row = _row(line)
+            if row is None:
+                break
+            found.append(row)
         return found
 
     def cut(self, step: int) -> None:
         """Keep rows up to `step` only."""
-        kept = [row for row in self.rows() if row["train/global_step"] <= step]
-        write_durably(self._jsonl, "".join(json.dumps(dict(row)) + "\n" for row in kept).encode())
+        kept = [row for row in self.rows() if (row[STEP] or 0) <= step]
+        write_durably(self._jsonl, _json_text(kept).encode())
         write_durably(self._csv, _csv_text(kept, header=True).encode())
 
+    def sync(self) -> None:
+        """What has been appended survives a power cut from here on: called before a checkpoint that includes it."""
+        for path in (self._jsonl, self._csv):
+            if path.exists():
+                sync(path)
 
-def _csv_text(rows: list[Row], *, header: bool) -> str:
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _row(line: bytes) -> Row | None:
+    """The row of a line, None where it is not a whole one."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and type(row.get(STEP)) is int else None
+
+
+def _json_text(rows: Iterable[Row]) -> str:
+    return "".join(json.dumps(dict(row), allow_nan=False) + "\n" for row in rows)
+
+
+def _csv_text(rows: Iterable[Row], *, header: bool) -> str:
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n", extrasaction="ignore")
     if header:
         writer.writeheader()
     writer.writerows(rows)

@@ -70,6 +70,7 @@ class Task:
         self.trained_tokens = 0
         self.total_steps = total_steps(job, len(data.train)) if data.train else job.max_steps or 0
         self._pending = _Pending()
+        self._fingerprint: str | None = None
 
     def become(self, status: JobStatus) -> None:
         self.status = self.status.become(status, job=self.name)
@@ -89,6 +90,18 @@ class Task:
     @property
     def epoch(self) -> float:
         return self.sampler.epoch_after(self.step)
+
+    @property
+    def data_fingerprint(self) -> str:
+        """Of the training sequences; hashed when first asked for, since every checkpoint asks."""
+        if self._fingerprint is None:
+            self._fingerprint = self.data.fingerprint
+        return self._fingerprint
+
+    @property
+    def finite(self) -> bool:
+        """Whether every trainable number still is."""
+        return bool(self.adapter.parameters.values.isfinite().all())
 
     def participant(self) -> Participant:
         """The next optimizer step as chunks of sequences."""

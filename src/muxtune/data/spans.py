@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from muxtune.data.control import Span, TokenNames
+from muxtune.data.control import Span, TokenNames, common_length
 from muxtune.data.sandbox import Ask, TemplateFault
 
 Answers = Mapping[Ask, str | TemplateFault]
@@ -87,13 +87,10 @@ def _shared(one: str, other: str, added: TokenNames) -> int:
     """Length of the common prefix, cut back so that it ends inside no added token of either text."""
     if one.startswith(other) or other.startswith(one):
         return min(len(one), len(other))
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    length = common_length(one, other)
     for text in (one, other):
-        low = next((start for start, end in added.find(text) if start < low < end), low)
-    return low
+        length = next((start for start, end in added.find(text) if start < length < end), length)
+    return length
 
 
 def has_text(text: str, added: TokenNames) -> bool:

@@ -59,8 +59,11 @@ class TextTokenizer:
         pipeline.post_processor = None
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> TextTokenizer:
-        """Raises DataError where the folder holds no fast tokenizer, or a damaged one."""
+    def from_folder(cls, path: str | Path, *, name: str | None = None) -> TextTokenizer:
+        """`name` is what messages call it, the folder's name by default.
+
+        Raises DataError where the folder holds no fast tokenizer, or a damaged one.
+        """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -73,7 +76,7 @@ class TextTokenizer:
             pipeline = Tokenizer.from_str(_read(file))
         except Exception as error:  # the library raises bare Exception for a file that it cannot read
             raise DataError(f"the tokenizer cannot be read: {error}", where=str(file)) from None
-        return cls(pipeline, _read_parts(folder), name=folder.name)
+        return cls(pipeline, _read_parts(folder), name=name or folder.name)
 
     @property
     def bos_token(self) -> str | None:

@@ -136,6 +136,17 @@ def test_a_generation_block_with_its_header_loses_the_header(open_renderer: Open
     assert trained(open_renderer("chatml", source), example(turns)) == ["B<|im_end|>", "d<|im_end|>"]
 
 
+def test_a_generation_block_that_closes_itself_takes_nothing_of_the_next_turn(open_renderer: Open) -> None:
+    source = (
+        "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ (m.content if loop.last else m.content | upper) }}"
+        "{{ '<|eot_id|>' }}{% endgeneration %}{% else %}{{ m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    )
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert trained(open_renderer("llama-3", source), example(turns)) == ["B<|eot_id|>", "d<|eot_id|>"]
+
+
 def test_a_template_without_generation_blocks_is_masked_all_the_same(open_renderer: Open) -> None:
     """Report: `assistant_only_loss` with such a template masked everything."""
     source = (

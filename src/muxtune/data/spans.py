@@ -59,13 +59,16 @@ def marked_spans(
             if generation_prompt and whole.startswith(generation_prompt, place):
                 start = max(start, place + len(generation_prompt))
                 break
-        spans[turn] = (start, max(start, _trim(whole, start, _closed(whole, end, added), added, last=False)))
+        spans[turn] = (start, max(start, _closed(whole, start, end, added)))
     return spans
 
 
-def _closed(whole: str, end: int, added: TokenNames) -> int:
-    """A block's end, moved behind the end-of-turn token that follows it at once."""
-    return next((stop for start, stop in added.find(whole) if start == end), end)
+def _closed(whole: str, start: int, end: int, added: TokenNames) -> int:
+    """A block's end: behind its last token if that closes it, else behind the token that follows it at once."""
+    trimmed = _trim(whole, start, end, added, last=False)
+    if any(stop == trimmed for _, stop in added.find(whole)):
+        return trimmed
+    return next((stop for place, stop in added.find(whole) if place == end), trimmed)
 
 
 def _end_of(answers: Answers, chat: int, total: int, turn: int, added: TokenNames) -> int | None:

@@ -16,7 +16,7 @@ from muxtune.spec.run import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How one job ended: `completed`, or what else its folder's status says."""
+    """How one job ended: `completed`, `failed`, or what else its folder's status says."""
 
     name: str
     status: str
@@ -37,8 +37,13 @@ def train(
     Raises MuxTuneError for whatever is wrong before anything trains; a job that fails later is in the answer.
     """
     run = config if isinstance(config, RunSpec) else load_run(config, sets).run
-    for event in TrainingRun(run, resume=resume, overwrite=overwrite, keep_going=keep_going).events():
+    training = TrainingRun(run, resume=resume, overwrite=overwrite, keep_going=keep_going)
+    for event in training.events():
         if on_event is not None:
             on_event(event)
+    failed = {failure.job.name for failure in training.failures}
     folders = {job.name: Path(run.output_dir) / job.name for job in run.jobs}
-    return {name: RunResult(name, status_of(folder), folder) for name, folder in folders.items()}
+    return {
+        name: RunResult(name, "failed" if name in failed else status_of(folder), folder)
+        for name, folder in folders.items()
+    }

@@ -71,14 +71,14 @@ def make_folder(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder that a reader, whenever this process dies, finds whole or not at all."""
+    """Remove a folder, if it is there; whenever this process dies, a reader finds it whole or not at all."""
     doomed = _beside(path)
     try:
         os.rename(path, doomed)
     except FileNotFoundError:
         return
     sync(path.parent)
-    shutil.rmtree(doomed)
+    _remove(doomed)
 
 
 def is_staged(path: Path) -> bool:
@@ -91,12 +91,8 @@ def sweep(folder: Path) -> None:
     if not folder.is_dir():
         return
     for path in folder.iterdir():
-        if not is_staged(path):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        if is_staged(path):
+            _remove(path)
 
 
 def sync(path: Path) -> None:
@@ -114,6 +110,13 @@ def _move_into(dest: Path, files: list[Path], key_file: str) -> None:
     for file in sorted(files, key=lambda file: file.name == key_file):
         os.replace(file, dest / file.name)
     sync(dest)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _beside(path: Path) -> Path:

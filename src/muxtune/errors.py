@@ -5,7 +5,7 @@
       DataError          a data file, a chat template or a tokenizer
       ModelError         a base model that cannot be found, loaded or supported
       AdapterError       an adapter folder, or an adapter that does not fit the backbone
-      CheckpointError    a checkpoint that is missing, damaged or of another run
+      CheckpointError    a checkpoint that is damaged, of another run, or cannot be written
       TaskError          one task failed while it trained (the others go on)
       StateError         a call that the task's or the run's present state does not allow
 

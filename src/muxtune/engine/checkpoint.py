@@ -39,14 +39,23 @@ _Scalar = TypeVar("_Scalar", int, str)
 
 
 @dataclass(frozen=True, slots=True)
+class Ground:
+    """What a task's steps stand on beside its job: where any of it differs, they would have been other steps."""
+
+    base: str  # hash of the backbone's weights
+    dtype: str  # the backbone's
+    start: str  # hash of the adapter folder's values that the job starts from, empty where it starts afresh
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """`data` is the hash of the tokenised training set, `base` that of the backbone's weights."""
+    """`data` is the hash of the tokenised training set."""
 
     step: int
     trained_tokens: int
     chunk_tokens: int
     data: str
-    base: str
+    ground: Ground
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +73,7 @@ class _DamagedError(Exception):
     """Why a folder is not a whole checkpoint."""
 
 
-def save(folder: Path, task: Task, *, base: str, keep: int) -> Path:
+def save(folder: Path, task: Task, ground: Ground, *, keep: int) -> Path:
     """Write the checkpoint of `task` after `task.step` steps, then drop all but the newest `keep`.
 
     Raises OSError (or safetensors' own error) where the disk refuses; the older checkpoints are whole then.
@@ -73,7 +82,7 @@ def save(folder: Path, task: Task, *, base: str, keep: int) -> Path:
     if _whole(path):
         return path  # the same step has the same bits
     discard(path)
-    state = CheckpointState(task.step, task.trained_tokens, task.chunk_tokens, task.data_fingerprint, base)
+    state = CheckpointState(task.step, task.trained_tokens, task.chunk_tokens, task.data_fingerprint, ground)
     with staged_folder(path, key_file=_MANIFEST) as staging:
         save_file(task.adapter.parameters.export(), staging / _ADAPTER)
         save_file(task.optimizer.moments(), staging / _OPTIMIZER)
@@ -102,14 +111,13 @@ def newest(folder: Path) -> Checkpoint | None:
     return None
 
 
-def restore(task: Task, checkpoint: Checkpoint, *, base: str) -> None:
-    """Put a fresh task where the checkpoint left off. `base` is the hash of the weights that are loaded now.
+def restore(task: Task, checkpoint: Checkpoint, ground: Ground) -> None:
+    """Put a fresh task, which stands on `ground` now, where the checkpoint left off.
 
-    Raises CheckpointError where it belongs to another base model or data set, or does not fit the task's adapter.
+    Raises CheckpointError where that ground or the data has changed, or where it does not fit the task's adapter.
     """
     state, where = checkpoint.state, str(checkpoint.path)
-    if state.base != base:
-        raise CheckpointError("was trained on other base weights", where=where, hint="use the base model of that run")
+    _check_ground(state.ground, ground, where)
     if state.data != task.data_fingerprint:
         raise CheckpointError(
             "the training data has changed since", where=where, hint="restore the data, or start over with --overwrite"
@@ -123,6 +131,21 @@ def restore(task: Task, checkpoint: Checkpoint, *, base: str) -> None:
     task.chunk_tokens = state.chunk_tokens
     task.step = state.step
     task.trained_tokens = state.trained_tokens
+
+
+def _check_ground(old: Ground, new: Ground, where: str) -> None:
+    if old.base != new.base:
+        raise CheckpointError("was trained on other base weights", where=where, hint="use the base model of that run")
+    if old.dtype != new.dtype:
+        raise CheckpointError(
+            f"was trained in another dtype: {old.dtype} -> {new.dtype}", where=where, hint="set the run's dtype to that"
+        )
+    if old.start != new.start:
+        raise CheckpointError(
+            "the adapter of adapter_path has changed since the training began from it",
+            where=where,
+            hint="restore that adapter, or start over with --overwrite",
+        )
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, object]:
@@ -182,7 +205,12 @@ def _state(stored: Mapping[str, object]) -> CheckpointState:
     )
     if min(step, trained_tokens, chunk_tokens - 1) < 0:
         raise _DamagedError(f"{_STATE}: a counter out of range")
-    return CheckpointState(step, trained_tokens, chunk_tokens, _typed(stored, "data", str), _typed(stored, "base", str))
+    ground = stored.get("ground")
+    if not isinstance(ground, dict):
+        raise _DamagedError(f"{_STATE}: ground is missing")
+    base, dtype, start = (_typed(ground, key, str) for key in ("base", "dtype", "start"))
+    data = _typed(stored, "data", str)
+    return CheckpointState(step, trained_tokens, chunk_tokens, data, Ground(base, dtype, start))
 
 
 def _typed(stored: Mapping[str, object], key: str, kind: type[_Scalar]) -> _Scalar:

@@ -9,7 +9,7 @@ the business of the `TaskFolder`s it is handed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from muxtune.engine.engine import Engine
@@ -67,14 +67,14 @@ class Runner:
         while participants := self._participants():
             if self._stop():
                 self.interrupted = True
-                yield from self._interrupt(participants)
-                return
+                break
             for task in participants:
                 if task.status is JobStatus.QUEUED:
                     task.become(JobStatus.RUNNING)
                     yield TaskEvent("resumed" if task.step else "started", task.name, task.step)
             schedule = self._engine.schedule([task.participant() for task in participants])
             yield from self._after(self._engine.execute(schedule))
+        yield from self._set_aside()
 
     def _waiting(self) -> list[Task]:
         return [task for task in self._engine.tasks.values() if task.status is JobStatus.QUEUED]
@@ -85,22 +85,27 @@ class Runner:
 
     def _after(self, record: RoundRecord) -> Iterator[RunEvent]:
         self.rounds.append(record)
-        stepped: list[Task] = []
-        for outcome in (action.step for action in record.actions):
-            if outcome is None:
-                continue
-            task = self._engine.tasks[outcome.task]
-            if outcome.error is not None:
+        # Whoever hears an event may detach, pause or cancel tasks: what is due is asked of those still in the run.
+        outcomes = [
+            (self._engine.tasks[step.task], step) for step in (action.step for action in record.actions) if step
+        ]
+        for task, outcome in outcomes:
+            if outcome.error is None:
+                yield step_result(task, outcome, record.wall_s)
+            elif self._in_run(task):
                 yield self._fail(task, outcome.error)
-                continue
-            stepped.append(task)
-            yield step_result(task, outcome, record.wall_s)
-        yield from self._evaluate([task for task in stepped if evaluation_due(task)])
+        stepped = [task for task, outcome in outcomes if outcome.error is None]
+        yield from self._evaluate([task for task in stepped if self._in_run(task) and evaluation_due(task)])
         for task in stepped:
+            if not self._in_run(task):
+                continue
             if task.step >= task.total_steps:
                 yield from self._complete(task)
             elif self._save_due(task):
                 yield from self._checkpoint(task)
+
+    def _in_run(self, task: Task) -> bool:
+        return self._engine.tasks.get(task.name) is task and task.status is JobStatus.RUNNING
 
     def _evaluate(self, tasks: Sequence[Task]) -> Iterator[EvalResult]:
         if not tasks:
@@ -122,17 +127,25 @@ class Runner:
             task.become(JobStatus.RUNNING)
         folder = self._folders.get(task.name)
         yield from self._checkpoint(task)
+        if task.status is JobStatus.FAILED:
+            return
         path = folder.complete(task) if folder is not None else ""
         task.become(JobStatus.COMPLETED)
         yield TaskEvent("completed", task.name, task.step, path)
 
-    def _interrupt(self, tasks: Iterable[Task]) -> Iterator[RunEvent]:
-        for task in tasks:
+    def _set_aside(self) -> Iterator[RunEvent]:
+        """Save what still has steps left when the loop ends: all that ran where it was stopped, and what is paused."""
+        for task in [task for task in self._engine.tasks.values() if not task.status.final]:
             yield from self._checkpoint(task)
             if task.status is JobStatus.RUNNING:
                 task.become(JobStatus.QUEUED)
+                yield TaskEvent("queued", task.name, task.step)
 
     def _checkpoint(self, task: Task) -> Iterator[RunEvent]:
+        """Save the task - or fail it, where the step just taken left numbers that no later step can mend."""
+        if not task.finite:
+            yield self._fail(task, "non_finite_weights: the last step made a weight infinite or NaN")
+            return
         folder = self._folders.get(task.name)
         if folder is not None:
             path = folder.checkpoint(task)

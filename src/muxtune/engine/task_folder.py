@@ -6,28 +6,34 @@
     NAME/checkpoints/     muxtune.engine.checkpoint
     NAME/adapter_config.json, adapter_model.safetensors, ...    peft's format, when it is completed
 
-A folder that holds a run is never written over: `create` refuses, `reopen` continues it.
+A folder that holds a run is never written over: `create` refuses, `reopen` continues it. A process may die at any
+moment: files are replaced whole or appended to, and `reopen` cuts off what was written beyond the newest checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from muxtune.durable import write_durably
+from safetensors import SafetensorError
+
+from muxtune.durable import is_staged, make_folder, sweep, write_durably
 from muxtune.engine import checkpoint
-from muxtune.engine.checkpoint import Checkpoint
+from muxtune.engine.checkpoint import Checkpoint, Ground
 from muxtune.engine.metrics import MetricsFiles, eval_row, step_row
 from muxtune.engine.task import Task
 from muxtune.errors import CheckpointError, StateError
 from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
+from muxtune.spec.status import JobStatus
 
 JOB, STATUS, EVENTS, CHECKPOINTS = "job.json", "status.json", "events.jsonl", "checkpoints"
 Export = Callable[[Task, Path], None]
+_STATUSES = frozenset(JobStatus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,66 +46,69 @@ class Origin:
 
 
 class TaskFolder:
-    """Args: `export` writes the finished adapter into the folder (`muxtune.engine.local`)."""
+    """Made by `create` or `reopen`. Whoever has it is the only writer (`muxtune.engine.training` holds a lock).
 
-    def __init__(self, path: Path, origin: Origin, export: Export) -> None:
+    Its methods raise CheckpointError where the disk refuses; what was whole on disk stays whole.
+    """
+
+    def __init__(self, path: Path, job: JobSpec, ground: Ground, export: Export) -> None:
         self.path = path
-        self.origin = origin
+        self._job = job
+        self._ground = ground
         self._export = export
         self._metrics = MetricsFiles(path)
 
     @classmethod
-    def create(cls, path: Path, origin: Origin, export: Export) -> TaskFolder:
-        """Raises StateError where the folder holds a run already."""
+    def create(cls, path: Path, origin: Origin, ground: Ground, export: Export) -> TaskFolder:
+        """Begin a run. `export` writes the finished adapter into a folder.
+
+        Raises StateError where the folder holds anything already.
+        """
         if holds_run(path):
             raise StateError(
                 "this folder holds a run already", where=str(path), hint="continue it with --resume, or --overwrite"
             )
-        path.mkdir(parents=True, exist_ok=True)
-        stored = {
-            "job": origin.job.model_dump(mode="json"),
-            "created": origin.created.isoformat(),
-            "base": origin.base,
-        }
-        write_durably(path / JOB, json.dumps(stored, indent=1).encode())
-        return cls(path, origin, export)
+        with _writing(path):
+            make_folder(path)
+            sweep(path)
+            _write_origin(path, origin)
+        return cls(path, origin.job, ground, export)
 
     @classmethod
-    def reopen(cls, path: Path, origin: Origin, export: Export) -> TaskFolder:
-        """Continue the run in `path`; `origin.job` replaces the stored job, which the caller has compared."""
-        found = read_origin(path)
-        folder = cls(path, Origin(origin.job, found.created, found.base), export)
-        stored = {
-            "job": origin.job.model_dump(mode="json"),
-            "created": found.created.isoformat(),
-            "base": found.base,
-        }
-        write_durably(path / JOB, json.dumps(stored, indent=1).encode())
+    def reopen(cls, path: Path, origin: Origin, ground: Ground, export: Export, *, step: int) -> TaskFolder:
+        """Continue the run in `path` after `step` steps, as the job of `origin`, which the caller has compared.
+
+        What was written beyond that step is cut off. The status goes first: a job that may take more steps than before
+        must not be found completed.
+        """
+        folder = cls(path, origin.job, ground, export)
+        with _writing(path):
+            sweep(path)
+            sweep(path / CHECKPOINTS)
+            folder._set_status("queued", step)
+            _write_origin(path, origin)
+            folder._metrics.cut(step)
+            _cut_half_line(path / EVENTS)
         return folder
 
-    def restore(self, task: Task) -> int:
-        """Put a fresh task at the newest whole checkpoint and cut the metrics back to it; the step it stands at."""
-        found = checkpoint.newest(self.path / CHECKPOINTS)
-        if found is not None:
-            checkpoint.restore(task, found, base=self.origin.base)
-        self._metrics.cut(task.step)
-        return task.step
-
     def record(self, event: RunEvent) -> None:
-        """Write an event where it belongs: metrics, or events and status."""
-        if isinstance(event, StepResult):
-            self._metrics.append(step_row(event))
-        elif isinstance(event, EvalResult):
-            self._metrics.append(eval_row(event))
-        else:
-            self._note(event)
+        with _writing(self.path):
+            if isinstance(event, StepResult):
+                self._metrics.append(step_row(event))
+            elif isinstance(event, EvalResult):
+                self._metrics.append(eval_row(event))
+            else:
+                self._note(event)
 
     def checkpoint(self, task: Task) -> str:
-        keep = self.origin.job.save_total_limit
-        return str(checkpoint.save(self.path / CHECKPOINTS, task, base=self.origin.base, keep=keep))
+        with _writing(self.path):
+            self._metrics.sync()
+            keep = self._job.save_total_limit
+            return str(checkpoint.save(self.path / CHECKPOINTS, task, self._ground, keep=keep))
 
     def complete(self, task: Task) -> str:
-        self._export(task, self.path)
+        with _writing(self.path):
+            self._export(task, self.path)
         return str(self.path)
 
     def _note(self, event: TaskEvent) -> None:
@@ -107,14 +116,22 @@ class TaskFolder:
         with open(self.path / EVENTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         status = {"started": "running", "resumed": "running"}.get(event.kind, event.kind)
-        if status in ("running", "paused", "completed", "failed", "cancelled"):
-            found = {"status": status, "step": event.step, "message": event.message}
-            write_durably(self.path / STATUS, json.dumps(found, indent=1).encode())
+        if status in _STATUSES:
+            self._set_status(status, event.step, event.message)
+
+    def _set_status(self, status: str, step: int, message: str = "") -> None:
+        found = {"status": status, "step": step, "message": message}
+        write_durably(self.path / STATUS, json.dumps(found, indent=1).encode())
 
 
 def holds_run(path: Path) -> bool:
-    """Whether `path` is a folder that a run has written to."""
-    return (path / JOB).exists()
+    """Whether there is anything at `path` that training there would overwrite: a run, or whatever else."""
+    try:
+        return any(not is_staged(entry) for entry in path.iterdir())
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
 
 
 def status_of(path: Path) -> str:
@@ -135,6 +152,35 @@ def read_origin(path: Path) -> Origin:
         raise CheckpointError(
             f"cannot read the job of this run: {error}", where=str(path / JOB), hint="start over with --overwrite"
         ) from None
+
+
+def _write_origin(path: Path, origin: Origin) -> None:
+    stored = {
+        "job": origin.job.model_dump(mode="json"),
+        "created": origin.created.isoformat(),
+        "base": origin.base,
+    }
+    write_durably(path / JOB, json.dumps(stored, indent=1).encode())
+
+
+def _cut_half_line(path: Path) -> None:
+    """Drop a last line that a killed process did not end: the next one would be written onto it."""
+    if path.exists():
+        whole, _, half = path.read_bytes().rpartition(b"\n")
+        if half:
+            write_durably(path, whole + b"\n" if whole else b"")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"this run's folder cannot be written: {error}",
+            where=str(path),
+            hint="free some space or mend its permissions, then continue with --resume",
+        ) from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint | None:

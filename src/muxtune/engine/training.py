@@ -11,9 +11,9 @@ A job that is wrong stops the run before anything trains - or, with `keep_going`
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,11 +22,14 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from muxtune.data.prepare import PreparedJob, Preparer
+from muxtune.durable import discard, make_folder, sweep
+from muxtune.engine import checkpoint
+from muxtune.engine.checkpoint import Ground
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task import Task
-from muxtune.engine.task_folder import Origin, TaskFolder, holds_run, read_origin, status_of
-from muxtune.errors import MuxTuneError, StateError
+from muxtune.engine.task_folder import Origin, TaskFolder, holds_run, load_checkpoint, read_origin, status_of
+from muxtune.errors import CheckpointError, ConfigError, MuxTuneError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.spec.event import RunEvent, TaskEvent
@@ -46,6 +49,7 @@ class PlannedJob:
     folder: Path
     begin: Begin
     created: datetime
+    base: str | None = None  # hash of the base weights it has trained on, where it has begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,16 @@ class Failure:
 
     job: JobSpec
     error: MuxTuneError
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """An attached task, at its newest checkpoint if it has one; `passed_over` says which newer ones are damaged."""
+
+    plan: PlannedJob
+    task: Task
+    ground: Ground
+    passed_over: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -90,7 +104,7 @@ class TrainingRun:
         check_resume(origin.job, job, same_data=True)
         longer = (origin.job.max_steps, origin.job.num_train_epochs) != (job.max_steps, job.num_train_epochs)
         finished = status_of(folder) == "completed" and not longer
-        return PlannedJob(job, folder, "finished" if finished else "continue", origin.created)
+        return PlannedJob(job, folder, "finished" if finished else "continue", origin.created, origin.base)
 
     def base(self) -> ModelFolder:
         return resolve(self.run.base_model, cache_dir=self._cache)
@@ -114,9 +128,11 @@ class TrainingRun:
     def events(self) -> Iterator[RunEvent]:
         """The whole run. Raises MuxTuneError for what is wrong before anything trains."""
         with ExitStack() as stack:
-            planned = self.plan()
+            self.plan()  # what is in the way is said before a model is downloaded or converted
             base = self.base()
-            stack.enter_context(self._lock())
+            stack.enter_context(self._locked())
+            planned = self.plan()
+            _check_base(planned, base)
             prepared, failures = self.prepare(planned, base)
             yield from self._fail(failures)
             if not prepared:
@@ -137,15 +153,21 @@ class TrainingRun:
             cache_dir=self._cache,
         )
         failures: list[Failure] = []
+        started: list[_Started] = []
         for job in prepared:
             try:
-                engine.attach(job.job, job)
+                started.append(_start(engine, plans[job.job.name], job))
             except MuxTuneError as error:
                 failures.append(Failure(job.job, error))
         if failures and not self.keep_going:
             raise failures[0].error if len(failures) == 1 else _together(failures)
         yield from self._fail(failures)
-        folders = {name: self._open(plans[name], task, engine) for name, task in engine.tasks.items()}
+        folders = self._open(started, engine)
+        for one in started:
+            for reason in one.passed_over:
+                warning = TaskEvent("warning", one.task.name, one.task.step, f"passed over {reason}")
+                folders[one.task.name].record(warning)
+                yield warning
         yield from Runner(engine, folders=folders, stop=self.stop).run()
 
     def _fail(self, failures: list[Failure]) -> Iterator[TaskEvent]:
@@ -155,33 +177,86 @@ class TrainingRun:
             error = failure.error
             yield TaskEvent("failed", failure.job.name, 0, error.message, {"code": error.code})
 
-    def _open(self, plan: PlannedJob, task: Task, engine: LocalEngine) -> TaskFolder:
+    def _open(self, started: Sequence[_Started], engine: LocalEngine) -> dict[str, TaskFolder]:
+        """The folders to train into: what is overwritten goes, all of it first, then folders are made or reopened."""
+
         def export(finished: Task, folder: Path) -> None:
             engine.save(finished, folder)
 
-        origin = Origin(plan.job, plan.created, engine.base.weights_sha256)
-        if plan.begin == "continue":
-            folder = TaskFolder.reopen(plan.folder, origin, export)
-            folder.restore(task)
-            return folder
-        if self.overwrite and holds_run(plan.folder):
-            shutil.rmtree(plan.folder)
-        return TaskFolder.create(plan.folder, origin, export)
+        if self.overwrite:
+            for one in started:
+                discard(one.plan.folder)
+        folders: dict[str, TaskFolder] = {}
+        for one in started:
+            plan, task = one.plan, one.task
+            origin = Origin(plan.job, plan.created, one.ground.base)
+            if plan.begin == "continue":
+                folders[task.name] = TaskFolder.reopen(plan.folder, origin, one.ground, export, step=task.step)
+            else:
+                folders[task.name] = TaskFolder.create(plan.folder, origin, one.ground, export)
+        return folders
 
-    def _lock(self) -> FileLock:
-        """Two processes never write to one output folder."""
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Two processes never write to one output folder. The lock is the kernel's: a killed process has none."""
         folder = Path(self.run.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK)
         try:
-            lock.acquire(timeout=0)
+            make_folder(folder)
+            lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
+            lock.acquire()
         except Timeout:
-            raise StateError("another process is training into this folder", where=str(folder)) from None
-        return lock
+            raise StateError(
+                "another process is training into this folder",
+                where=str(folder),
+                hint="wait until it has ended, or choose another output_dir",
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"cannot be written: {error}", where="output_dir") from None
+        try:
+            sweep(folder)
+            yield
+        finally:
+            lock.release()
 
     @property
     def _cache(self) -> Path:
         return self.cache_dir or default_cache_dir()
+
+
+def _start(engine: LocalEngine, plan: PlannedJob, prepared: PreparedJob) -> _Started:
+    """Attach the job and put it where its newest whole checkpoint left off; writes nothing.
+
+    Raises what `attach` raises, and CheckpointError; the task is not attached then.
+    """
+    task = engine.attach(plan.job, prepared)
+    try:
+        ground = Ground(engine.base.weights_sha256, str(engine.backbone.dtype).removeprefix("torch."), _begins_at(task))
+        found = load_checkpoint(plan.folder) if plan.begin == "continue" else None
+        if found is not None:
+            checkpoint.restore(task, found, ground)
+    except CheckpointError:
+        engine.detach(task)
+        raise
+    return _Started(plan, task, ground, found.passed_over if found is not None else ())
+
+
+def _begins_at(task: Task) -> str:
+    """The hash of a fresh task's values where they come from a folder; others follow from the seed."""
+    if task.job.adapter_path is None:
+        return ""
+    return hashlib.sha256(task.adapter.parameters.values.cpu().numpy().data).hexdigest()
+
+
+def _check_base(planned: list[PlannedJob], base: ModelFolder) -> None:
+    """Raises ConfigError where a job, finished or not, has trained on other weights than the run now names."""
+    for plan in planned:
+        if plan.base is not None and plan.base != base.weights_sha256:
+            raise ConfigError(
+                f"job {plan.job.name!r} was trained on other base weights, sha256 {plan.base[:12]}...; "
+                f"those of {base.name!r} are {base.weights_sha256[:12]}...",
+                where="base_model",
+                hint="use the base model of that run, or start over with --overwrite",
+            )
 
 
 def _together(failures: list[Failure]) -> MuxTuneError:

@@ -10,7 +10,7 @@ Views start at multiples of 16 elements: kernels may then be chosen by size and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -21,13 +21,22 @@ _ALIGNMENT = 16
 class FlatParameters:
     """Named parameters over one buffer. `shapes` fixes their order, and so the meaning of every offset.
 
+    The matrices in `columns_first` lie in the buffer transposed; their views are as `shapes` says all the same.
+
     Attributes:
         values: the flat buffer, float32 or float64, gaps between views zero.
         gradient: the same shape; gaps stay zero, so norms over the whole buffer are exact.
         views: name -> leaf tensor that requires grad.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        columns_first: Collection[str] = (),
+    ) -> None:
         offsets: dict[str, int] = {}
         total = 0
         for name, shape in shapes.items():
@@ -38,9 +47,9 @@ class FlatParameters:
         self.gradient = torch.zeros_like(self.values)
         self.views: dict[str, Tensor] = {}
         for name, shape in shapes.items():
-            rows = slice(offsets[name], offsets[name] + torch.Size(shape).numel())
-            leaf = self.values[rows].view(shape).detach().requires_grad_()
-            leaf.grad = self.gradient[rows].view(shape)
+            start, turned = offsets[name], name in columns_first
+            leaf = _place(self.values, start, shape, turned).detach().requires_grad_()
+            leaf.grad = _place(self.gradient, start, shape, turned)
             self.views[name] = leaf
 
     @property
@@ -67,3 +76,8 @@ class FlatParameters:
         for name, view in self.views.items():
             assert tensors[name].shape == view.shape, name
             view.copy_(tensors[name])
+
+
+def _place(buffer: Tensor, start: int, shape: tuple[int, ...], turned: bool) -> Tensor:
+    flat = buffer[start : start + torch.Size(shape).numel()]
+    return flat.view(shape[::-1]).T if turned else flat.view(shape)

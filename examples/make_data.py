@@ -42,7 +42,7 @@ def words(text: str) -> tuple[str, ...]:
 
 PEOPLE = words(
     """
-    Anna Ben Clara David Emma Jack Maria Simon Victor Adam George Mary James Robert Helen William Thomas Daniel
+    Anna Ben Chris David Emma Jack Maria Simon Victor Adam George Mary James Robert Helen William Thomas Daniel
     Paul Peter Sarah Sam Tom Alice Bob Max Charles Henry Edward Jane Anne Martin Andrew Emily Frank Luke
     """
 )
@@ -129,12 +129,10 @@ def to_redacted(pick: Picker) -> Iterator[Pair]:
     templates = (
         "Call {name} at {phone}.",
         "{name} wrote from {email}.",
-        "Send the bill to {email} today.",
+        "Send the bill to {email}.",
         "My number is {phone}, ask for {name}.",
         "{name} and {other} will be late.",
         "Mail {email} or call {phone}.",
-        "Please tell {name} to pay.",
-        "Is {phone} the number of {name}?",
     )
     tags = {"name": "[NAME]", "other": "[NAME]", "phone": "[PHONE]", "email": "[EMAIL]"}
     for template in cycle(templates):

@@ -76,15 +76,18 @@ def token_losses(head: Head, hidden_ND: Tensor, target_N: Tensor, weight_N: Tens
 def _slice_losses(head: Head, hidden_ND: Tensor, target_N: Tensor, weight_N: Tensor | None) -> TokenLosses:
     """One slice; its logits become the gradient of its rows in place."""
     logits_NV = head.logits(hidden_ND)
-    normaliser_N1 = logits_NV.logsumexp(dim=1, keepdim=True)
-    logprob_N = (logits_NV.gather(1, target_N[:, None]) - normaliser_N1).squeeze(1)
-    correct_N = logits_NV.argmax(dim=1) == target_N
+    top_N1, guess_N1 = logits_NV.max(dim=1, keepdim=True)
+    target_N1 = target_N[:, None]
+    score_N1 = logits_NV.gather(1, target_N1) - top_N1
+    slope_NV = 1 - (logits_NV / head.softcap) ** 2 if head.softcap is not None and weight_N is not None else None
+    odds_NV = logits_NV.sub_(top_N1).exp_()
+    total_N1 = odds_NV.sum(dim=1, keepdim=True)
+    logprob_N = (score_N1 - total_N1.log()).squeeze(1)
+    correct_N = (guess_N1 == target_N1).squeeze(1)
     if weight_N is None:
         return TokenLosses(logprob_N, correct_N, None)
-    slope_NV = 1 - (logits_NV / head.softcap) ** 2 if head.softcap is not None else None
-    delta_NV = logits_NV.sub_(normaliser_N1).exp_()
-    delta_NV[torch.arange(delta_NV.shape[0], device=delta_NV.device), target_N] -= 1
-    delta_NV *= weight_N[:, None].to(delta_NV.dtype)
+    weight_N1 = weight_N[:, None].to(odds_NV.dtype)
+    delta_NV = odds_NV.mul_(weight_N1 / total_N1).scatter_add_(1, target_N1, -weight_N1)
     if slope_NV is not None:
         delta_NV *= slope_NV
     return TokenLosses(logprob_N, correct_N, delta_NV.to(hidden_ND.dtype) @ head.weight_VD)

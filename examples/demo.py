@@ -194,16 +194,17 @@ def judge(before: Table, after: Table) -> list[str]:
 
 def with_peft(model: Path) -> Pace:
     """The pace of transformers + peft on the same jobs, in a process of its own with as many threads."""
-    command = [sys.executable, str(HERE / "with_peft.py"), str(model), str(HERE / "demo.yaml"), str(SLICE_STEPS)]
+    script = map(str, (HERE / "with_peft.py", model, HERE / "demo.yaml", SLICE_STEPS))
+    command = [sys.executable, "-W", "ignore", *script]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Pace(**json.loads(output.splitlines()[-1]))
 
 
 def show_pace(ours: Pace, theirs: Pace, tasks: int) -> None:
-    print(f"{'':20}{'tokens/s':>10}{'tokens':>9}{'memory':>9}")
+    print(f"{'':22}{'tokens/s':>10}{'tokens':>9}{'memory':>9}")
     for label, pace, count in (("muxtune, all at once", ours, tasks), ("peft, one by one", theirs, 1)):
         memory = f"{pace.memory_bytes / 2**30:.2f}G"
-        print(f"{label:20}{pace.tokens_per_s:10.0f}{pace.tokens:9}{memory:>9}   for {count} task{'s' * (count > 1)}")
+        print(f"{label:22}{pace.tokens_per_s:10.0f}{pace.tokens:9}{memory:>9}   for {count} task{'s' * (count > 1)}")
     print(f"{ours.tokens_per_s / theirs.tokens_per_s:.2f} times the tokens a second")
 
 

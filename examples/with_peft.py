@@ -19,6 +19,7 @@ import psutil
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
+from transformers.utils import logging
 
 from muxtune.spec import Job, Lora, load_run
 
@@ -27,6 +28,7 @@ IGNORED = -100
 
 
 def main(model_folder: str, config: str, steps: str) -> None:
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     tokens, seconds, warm = 0, 0.0, False

@@ -15,6 +15,11 @@ class KVCache:
         self._buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._used: dict[tuple[int, int], int] = {}
 
+    @property
+    def slots(self) -> set[int]:
+        """The sequences it holds something of."""
+        return {slot for _, slot in self._buffers}
+
     def extend(self, layer: int, slot: int, key_1GSK: Tensor, value_1GSK: Tensor) -> tuple[Tensor, Tensor]:
         """Append S positions to a slot; returns views of all N positions it now holds, [1, G, N, K] each."""
         place = (layer, slot)

@@ -1,0 +1,268 @@
+"""`execute` does what a schedule says and nothing else: its record, its drivers, and the schedules it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from muxtune.data.types import TokenSequence
+from muxtune.engine.decode import DecodeSource, DecodeState
+from muxtune.engine.engine import Engine
+from muxtune.engine.task import Sequences, Task
+from muxtune.errors import DataError, StateError
+from muxtune.plan.types import (
+    Action,
+    LossSpec,
+    MicroBatch,
+    OptimStep,
+    RoundSchedule,
+    SequenceRef,
+    WorkItem,
+    WorkKind,
+)
+from tests.engine.build import (
+    Trial,
+    assert_same_bits,
+    attach,
+    backbone_of,
+    mixed_trials,
+    outcome,
+    run,
+    start_values,
+    train,
+)
+from tests.sequences import random_sequences
+
+ONE = Trial("one", [5, 17, 9, 21], steps=2, dropout=0.2, seed=1)
+TWO = Trial("two", [8, 3, 13, 4], steps=2, r=8, seed=2)
+
+
+def _pair() -> tuple[Engine, Task, Task]:
+    engine = Engine(backbone_of())
+    return engine, attach(engine, ONE), attach(engine, TWO)
+
+
+def test_the_record_says_what_ran_in_the_schedules_own_words() -> None:
+    engine, one, two = _pair()
+    schedule = engine.schedule([one.participant(), two.participant()])
+    record = engine.execute(schedule)
+    assert record.schedule is schedule and [action.action for action in record.actions] == [0, 1, 2]
+    batch, first, second = record.actions
+    assert [(item.task, item.kind, item.input_tokens) for item in batch.items] == [
+        ("one", "train", 52),
+        ("two", "train", 28),
+    ]
+    assert batch.rows == 80 and batch.step is None
+    assert [item.tokens for item in batch.items] == [
+        sum(example.trained_tokens for example in task.data.train) for task in (one, two)
+    ]
+    for action, task, item in ((first, one, batch.items[0]), (second, two, batch.items[1])):
+        assert action.step is not None and action.step.task == task.name and action.step.step == task.step == 1
+        assert action.step.loss == item.loss_sum / item.tokens
+        assert action.step.accuracy == item.correct / item.tokens
+        assert (action.step.tokens, action.step.input_tokens) == (item.tokens, item.input_tokens)
+    times = [time for action in record.actions for time in (action.start_s, action.end_s)]
+    assert times == sorted(times) and times[-1] <= record.wall_s
+
+
+def test_a_client_that_drives_the_steps_gets_what_the_runner_gets() -> None:
+    backbone = backbone_of("qwen2")
+    trials = mixed_trials("qwen2")[:2]
+    expected = train(backbone, trials)
+    engine = Engine(backbone)
+    tasks = [attach(engine, trial) for trial in trials]
+    losses: dict[str, list[float]] = {task.name: [] for task in tasks}
+    while left := [task for task in tasks if task.step < task.total_steps]:
+        batches = {task: [task.data.train[index] for index in task.sampler.batch(task.step)] for task in left}
+        outcomes = engine.forward_backward(batches)
+        for task in left:
+            assert engine.optim_step(task).loss == outcomes[task.name].loss_sum / outcomes[task.name].tokens
+            losses[task.name].append(outcomes[task.name].loss_sum / outcomes[task.name].tokens)
+    for task in tasks:
+        assert losses[task.name] == expected[task.name].losses
+        assert torch.equal(task.adapter.parameters.values, expected[task.name].values)
+        assert all(
+            torch.equal(moment, expected[task.name].moments[key]) for key, moment in task.optimizer.moments().items()
+        )
+
+
+def test_a_forward_pass_and_an_evaluation_change_nothing_and_know_no_dropout() -> None:
+    backbone = backbone_of()
+    validation = random_sequences([6, 11], seed=9)
+    engine = Engine(backbone)
+    task = engine.attach(ONE.job, Sequences(ONE.examples, validation))
+    task.adapter.load_pairs(start_values(backbone, ONE))
+    state = torch.get_rng_state()
+    values = task.adapter.parameters.values.clone()
+    outcomes = [engine.forward({task: validation})["one"] for _ in range(2)]
+    record = engine.execute(engine.schedule([task.validation_participant()], "eval"))
+    (item,) = record.actions[0].items
+    assert outcomes[0] == outcomes[1] and outcomes[0].kind == "reference"
+    assert outcomes[0].logprobs is not None and len(outcomes[0].logprobs) == item.tokens
+    assert item.kind == "eval" and item.logprobs is None and item.loss_sum == outcomes[0].loss_sum
+    assert -sum(outcomes[0].logprobs) == pytest.approx(item.loss_sum, rel=1e-12)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not task.adapter.parameters.gradient.any() and torch.equal(task.adapter.parameters.values, values)
+    # Between two steps, too: the task ends as if nobody had looked.
+    steps = []
+    while task.step < task.total_steps:
+        steps.append(engine.execute(engine.schedule([task.participant()])).actions[-1].step)
+        engine.execute(engine.schedule([task.validation_participant()], "eval"))
+    assert torch.equal(task.adapter.parameters.values, train(backbone, [ONE])["one"].values)
+
+
+def test_the_bare_backbone_runs_forward_beside_adapters() -> None:
+    """`task` None is the reference model of preference training: the same as an adapter that does nothing."""
+    engine, _, two = _pair()
+    with torch.no_grad():
+        two.adapter.parameters.values.zero_()
+    refs = tuple(SequenceRef(index, len(example)) for index, example in enumerate(TWO.examples))
+    items = (
+        WorkItem("one", "reference", "one/train", (SequenceRef(0, 5),)),
+        WorkItem("two", "reference", "two/train", refs),
+        WorkItem(None, "reference", "two/train", refs),
+    )
+    (action,) = engine.execute(RoundSchedule(0, (MicroBatch(0, 0, items),))).actions
+    assert action.items[1].logprobs == action.items[2].logprobs
+    assert action.items[2].task is None
+
+
+def _item(
+    task: str | None = "one", kind: WorkKind = "train", index: int = 0, length: int = 5, **more: object
+) -> WorkItem:
+    loss = LossSpec(3) if kind == "train" else None
+    item = WorkItem(task, kind, f"{task or 'one'}/train", (SequenceRef(index, length),), loss)
+    return replace(item, **more)
+
+
+def _batch(*items: WorkItem) -> MicroBatch:
+    return MicroBatch(0, 0, items)
+
+
+GOOD = _batch(_item())
+ILLEGAL: dict[str, tuple[Action, ...]] = {
+    "an unknown task": (GOOD, OptimStep("three")),
+    "an unknown task in a batch": (GOOD, _batch(_item("three"))),
+    "an unknown source": (GOOD, _batch(_item("two", source="nowhere"))),
+    "a sequence that is not there": (GOOD, _batch(_item(index=4))),
+    "a negative index": (GOOD, _batch(_item(index=-1, length=21))),
+    "another length": (GOOD, _batch(_item(length=6))),
+    "a task twice in a micro-batch": (_batch(_item(), _item(index=1, length=17)),),
+    "train beside forward": (_batch(_item(), _item("two", "eval", length=8)),),
+    "decode beside forward": (_batch(_item("two", "eval", length=8), _item("one", "decode", source="prompts")),),
+    "decode of token sequences": (_batch(_item("one", "decode")),),
+    "training on a decode source": (_batch(_item(source="prompts", length=4)),),
+    "a decode of tokens that are not waiting": (_batch(_item("one", "decode", source="prompts", length=3)),),
+    "an unknown slot": (_batch(_item("one", "decode", source="prompts", index=1, length=4)),),
+    "the bare backbone training": (_batch(_item(None)),),
+    "a train item without a loss": (GOOD, _batch(_item("two", length=8, loss=None))),
+    "a denominator of nothing": (_batch(_item(loss=LossSpec(0))),),
+    "two denominators": (GOOD, _batch(_item(loss=LossSpec(4)))),
+    "a step with nothing to apply": (GOOD, OptimStep("two")),
+    "two steps": (GOOD, OptimStep("one"), OptimStep("one")),
+    "training after the step": (GOOD, OptimStep("one"), GOOD),
+    "an empty micro-batch": (GOOD, _batch()),
+    "an item without sequences": (GOOD, _batch(_item("two", sequences=()))),
+}
+
+
+@pytest.mark.parametrize("fault", ILLEGAL)
+def test_an_illegal_schedule_is_refused_before_any_of_it_runs(fault: str) -> None:
+    engine, one, two = _pair()
+    source = DecodeSource({0: DecodeState([5, 6, 7, 8])})
+    engine.sources["prompts"] = source
+    before = [task.adapter.parameters.values.clone() for task in (one, two)]
+    with pytest.raises(StateError):
+        engine.execute(RoundSchedule(1, ILLEGAL[fault]))
+    for task, values in zip((one, two), before, strict=True):
+        assert torch.equal(task.adapter.parameters.values, values)
+        assert not task.adapter.parameters.gradient.any() and not task.has_pending and task.step == 0
+    assert source.states[0].cached == 0 and source.states[0].logits_V is None
+    engine.execute(RoundSchedule(1, (GOOD, OptimStep("one"))))
+    assert one.step == 1
+
+
+def test_a_pass_that_raises_leaves_no_half_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever raises (memory, a driver): tried again, every task ends as if it had gone well at once."""
+    backbone = backbone_of()
+    engine = Engine(backbone)
+    trials = [replace(ONE, chunk_tokens=20), TWO]
+    tasks = [attach(engine, trial) for trial in trials]
+    schedule = engine.schedule([task.participant() for task in tasks])
+    hidden, calls = backbone.hidden, 0
+
+    def fails_once(*arguments: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError("the second micro-batch does not fit")
+        return hidden(*arguments)
+
+    monkeypatch.setattr(backbone, "hidden", fails_once)
+    with pytest.raises(MemoryError):
+        engine.execute(schedule)
+    assert (tasks[0].step, tasks[1].step) == (0, 1), "the short task had had its step"
+    for task in tasks:
+        assert not task.has_pending and not task.adapter.parameters.gradient.any()
+    monkeypatch.undo()
+    steps = run(engine)
+    expected = train(backbone, trials)
+    assert_same_bits(outcome(tasks[0], steps["one"]), expected["one"])
+    assert torch.equal(tasks[1].adapter.parameters.values, expected["two"].values)
+
+
+def test_gradients_of_many_calls_add_up_to_one_step() -> None:
+    engine, one, _ = _pair()
+    parts: list[torch.Tensor] = []
+    for examples in (ONE.examples[:1], ONE.examples[1:]):
+        engine.forward_backward({one: examples})
+        parts.append(one.adapter.parameters.gradient.clone())
+    assert one.has_pending
+    fresh, again, _ = _pair()
+    fresh.forward_backward({again: ONE.examples[1:]})
+    # summed in another order than one after the other: equal but for rounding
+    assert torch.allclose(parts[0] + again.adapter.parameters.gradient, parts[1], rtol=1e-4, atol=1e-7)
+    assert engine.optim_step(one).step == 1 and not one.has_pending
+
+
+def test_sequences_without_a_trained_token_run_and_weigh_nothing() -> None:
+    """No row reaches the head; other tasks of the pass are as ever."""
+    engine, one, two = _pair()
+    silent = TokenSequence(0, np.arange(3, 12, dtype=np.int32), np.zeros(9, bool))
+    outcomes = engine.forward_backward({one: [silent]})
+    assert (outcomes["one"].loss_sum, outcomes["one"].tokens, outcomes["one"].input_tokens) == (0.0, 0, 9)
+    assert not one.adapter.parameters.gradient.any()
+    together = engine.forward_backward({one: [silent], two: TWO.examples})
+    assert together["one"].tokens == 0 and not one.adapter.parameters.gradient.any()
+    alone, _, same = _pair()
+    alone.forward_backward({same: TWO.examples})
+    assert torch.equal(two.adapter.parameters.gradient, same.adapter.parameters.gradient)
+
+
+def test_more_trained_rows_than_one_slice_of_the_head() -> None:
+    """The head runs in slices of 256 rows: a task whose rows straddle slices has the bits it has alone."""
+    backbone = backbone_of("gemma2")
+    trials = [
+        Trial("long", [200, 150], batch=2, seed=1),
+        Trial("longer", [250, 90, 33], batch=3, seed=2),
+        Trial("short", [7, 4], batch=2, seed=3),
+    ]
+    together = train(backbone, trials, chunk_tokens=400)
+    for trial in trials:
+        assert_same_bits(together[trial.name], train(backbone, [trial], chunk_tokens=400)[trial.name])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [([], "empty"), ([1, 320], "outside"), ([-1], "outside"), ([3] * 257, "257 tokens")]
+)
+def test_tokens_that_would_break_the_shared_pass_never_enter_it(ids: list[int], message: str) -> None:
+    engine, one, _ = _pair()
+    bad = TokenSequence(7, np.array(ids, np.int32), np.zeros(len(ids), bool))
+    with pytest.raises(DataError, match=message):
+        engine.attach(replace(ONE, name="bad").job, Sequences([bad]))
+    with pytest.raises(DataError, match=message):
+        engine.forward_backward({one: [bad]})
+    assert set(engine.tasks) == {"one", "two"} and not one.has_pending

@@ -1,0 +1,111 @@
+"""Rounds by properties: all work once, in each task's own order, within the memory asked for, legal and frozen."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxtune.errors import StateError
+from muxtune.plan.legal import require_legal
+from muxtune.plan.round import Participant, Policy, derive_round, fuse
+from muxtune.plan.types import MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem
+from tests.plan.rounds import participants
+
+POLICIES = st.sampled_from(["sequential", "fuse-all"])
+BUDGETS = st.integers(1, 300)
+
+
+def _round(members: list[Participant], policy: Policy, fuse_tokens: int) -> RoundSchedule:
+    return derive_round(3, members, policy=policy, fuse_tokens=fuse_tokens)
+
+
+def _items(schedule: RoundSchedule) -> list[WorkItem]:
+    return [item for action in schedule.actions if isinstance(action, MicroBatch) for item in action.items]
+
+
+@given(participants(), POLICIES, BUDGETS)
+def test_every_chunk_runs_once_in_its_tasks_order_and_each_task_steps_once_after_its_last(
+    members: list[Participant], policy: Policy, fuse_tokens: int
+) -> None:
+    schedule = _round(members, policy, fuse_tokens)
+    for member in members:
+        own = [item for item in _items(schedule) if item.task == member.task]
+        assert tuple(item.sequences for item in own) == member.chunks
+        assert {(item.source, item.kind) for item in own} <= {(member.source, "train")}
+        assert {item.loss.denominator for item in own if item.loss} <= {member.denominator}
+        steps = [place for place, action in enumerate(schedule.actions) if action == OptimStep(member.task or "")]
+        ran = [
+            place
+            for place, action in enumerate(schedule.actions)
+            if isinstance(action, MicroBatch) and any(item.task == member.task for item in action.items)
+        ]
+        assert len(steps) == bool(member.chunks)
+        assert not steps or steps[0] > ran[-1]
+
+
+@given(participants(), POLICIES, BUDGETS)
+def test_a_round_is_legal(members: list[Participant], policy: Policy, fuse_tokens: int) -> None:
+    require_legal(_round(members, policy, fuse_tokens))
+
+
+@given(participants(), BUDGETS)
+def test_a_fused_micro_batch_stays_within_its_tokens_unless_one_chunk_alone_does_not(
+    members: list[Participant], fuse_tokens: int
+) -> None:
+    schedule = _round(members, "fuse-all", fuse_tokens)
+    for action in schedule.actions:
+        if isinstance(action, MicroBatch):
+            assert action.tokens <= fuse_tokens or len(action.items) == 1
+
+
+@given(participants(), BUDGETS)
+def test_neighbours_that_fit_together_run_together(members: list[Participant], fuse_tokens: int) -> None:
+    htasks = fuse(members, "fuse-all", fuse_tokens)
+    assert [member for htask in htasks for member in htask] == [member for member in members if member.chunks]
+    for htask, after in pairwise(htasks):
+        assert sum(member.widest for member in htask) + after[0].widest > fuse_tokens
+
+
+@given(participants())
+def test_sequential_runs_each_task_alone(members: list[Participant]) -> None:
+    schedule = _round(members, "sequential", 10_000)
+    assert all(len(action.items) == 1 for action in schedule.actions if isinstance(action, MicroBatch))
+
+
+@given(participants(), POLICIES, st.sampled_from(["eval", "reference"]))
+def test_a_forward_round_has_no_losses_and_no_steps(members: list[Participant], policy: Policy, kind: str) -> None:
+    schedule = derive_round(0, members, policy=policy, fuse_tokens=64, kind=kind)
+    assert all(isinstance(action, MicroBatch) for action in schedule.actions)
+    assert all(item.kind == kind and item.loss is None for item in _items(schedule))
+    require_legal(schedule)
+
+
+def test_micro_batches_are_numbered_by_htask_and_chunk() -> None:
+    one = Participant("one", "one/train", ((SequenceRef(0, 5),), (SequenceRef(1, 6),)), 4)
+    two = Participant("two", "two/train", ((SequenceRef(7, 5), SequenceRef(8, 1)),), 9)
+    actions = _round([one, two], "fuse-all", 64).actions
+    first, step_two, second, step_one = actions
+    assert isinstance(first, MicroBatch) and isinstance(second, MicroBatch)
+    assert (first.htask, first.chunk, first.tokens) == (0, 0, 11) and first.trains
+    assert (second.htask, second.chunk, second.tokens) == (0, 1, 6)
+    assert (step_two, step_one) == (OptimStep("two"), OptimStep("one"))
+    apart = [action for action in _round([one, two], "sequential", 64).actions if isinstance(action, MicroBatch)]
+    assert [(batch.htask, batch.chunk) for batch in apart] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_a_plan_is_frozen_data() -> None:
+    schedule = _round([Participant("one", "one/train", ((SequenceRef(0, 5),),), 4)], "fuse-all", 64)
+    with pytest.raises(FrozenInstanceError):
+        schedule.round = 4  # type: ignore[misc]
+    assert hash(schedule) == hash(_round([Participant("one", "one/train", ((SequenceRef(0, 5),),), 4)], "fuse-all", 1))
+
+
+def test_a_gradient_of_an_earlier_schedule_may_be_applied() -> None:
+    step = RoundSchedule(0, (OptimStep("one"),))
+    require_legal(step, pending={"one"})
+    with pytest.raises(StateError, match="no gradient"):
+        require_legal(step, pending={"two"})

@@ -1,18 +1,20 @@
 """MuxTune: many PEFT tasks on one frozen backbone, each with exactly the result it would have had alone.
 
-Importing this package imports no torch; the engine is loaded when it is first named.
+Importing this package imports neither torch nor pydantic: a name is loaded when it is first used, so that
+`muxtune --help` answers at once.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from muxtune.errors import MuxTuneError
-from muxtune.spec import Dataset, Job, Lora, RunSpec, StepResult, Validation
 
 if TYPE_CHECKING:
     from muxtune.api import RunResult, train
     from muxtune.engine.local import LocalEngine as Engine
+    from muxtune.spec import Dataset, Job, Lora, RunSpec, StepResult, Validation
 
 __all__ = [
     "Dataset",
@@ -27,14 +29,19 @@ __all__ = [
     "train",
 ]
 
+_HOMES = {
+    "Engine": ("muxtune.engine.local", "LocalEngine"),
+    "train": ("muxtune.api", "train"),
+    "RunResult": ("muxtune.api", "RunResult"),
+} | {name: ("muxtune.spec", name) for name in ("Dataset", "Job", "Lora", "RunSpec", "StepResult", "Validation")}
+
 
 def __getattr__(name: str) -> object:
-    if name == "Engine":
-        from muxtune.engine.local import LocalEngine
+    if name not in _HOMES:
+        raise AttributeError(f"module 'muxtune' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
 
-        return LocalEngine
-    if name in ("train", "RunResult"):
-        from muxtune import api
 
-        return getattr(api, name)
-    raise AttributeError(f"module 'muxtune' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted(__all__)

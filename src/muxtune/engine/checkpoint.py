@@ -111,6 +111,14 @@ def newest(folder: Path) -> Checkpoint | None:
     return None
 
 
+def read(path: Path) -> Checkpoint:
+    """The checkpoint in one folder. Raises CheckpointError where it is not whole."""
+    try:
+        return _read(path)
+    except _DamagedError as reason:
+        raise CheckpointError(f"is not a whole checkpoint: {reason}", where=str(path)) from None
+
+
 def restore(task: Task, checkpoint: Checkpoint, ground: Ground) -> None:
     """Put a fresh task, which stands on `ground` now, where the checkpoint left off.
 

@@ -21,16 +21,17 @@ from pathlib import Path
 
 import torch
 
-from muxtune.data.manifest import BaseIdentity, PromptFormat, TrainingManifest
+from muxtune.data.manifest import BaseIdentity, TrainingManifest
 from muxtune.data.prepare import PreparedJob, Preparer, prompt_ids
 from muxtune.data.render import Renderer
-from muxtune.data.types import Message, Shape
-from muxtune.engine.engine import Engine
+from muxtune.data.types import Message
+from muxtune.engine.adapters import Voice, base_voice, fits, read_stored
+from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
 from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
-from muxtune.errors import ConfigError, StateError
+from muxtune.errors import AdapterError, ConfigError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.peft.build import payload, start_from
@@ -48,6 +49,7 @@ class LocalEngine(Engine):
     device, dtype: `auto` is cuda with bf16 if there, else the CPU with fp32.
     threads: of the CPU; None as torch chooses. It is part of what makes two runs equal bit for bit.
     num_hidden_layers: keep the first layers only, for fast checks.
+    fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LocalEngine(Engine):
         threads: int | None = None,
         policy: Policy = "fuse-all",
         num_hidden_layers: int | None = None,
+        fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         plain: bool = False,
         cache_dir: Path | None = None,
     ) -> None:
@@ -68,9 +71,10 @@ class LocalEngine(Engine):
         self.base = resolve(base_model, cache_dir=cache) if isinstance(base_model, str) else base_model
         self.preparer = Preparer(self.base.path, cache_dir=cache / "tokens")
         backbone = load_backbone(self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers)
-        super().__init__(backbone, policy=policy, plain=plain)
+        super().__init__(backbone, policy=policy, fuse_tokens=fuse_tokens, plain=plain)
         self._prepared: dict[str, PreparedJob] = {}
-        self._chat: Renderer | None = None
+        self._voices: dict[str, Voice] = {}
+        self._bare: Voice | None = None
 
     def attach(  # type: ignore[override]
         self, job: JobSpec, prepared: PreparedJob | None = None, *, chunk_tokens: int | None = None
@@ -83,6 +87,7 @@ class LocalEngine(Engine):
         sequences = Sequences(prepared.data.train, prepared.data.validation)
         task = super().attach(job, sequences, chunk_tokens=chunk_tokens)
         self._prepared[task.name] = prepared
+        self._voices[task.name] = Voice(prepared.renderer, prepared.prompt_format)
         if job.adapter_path is not None:
             try:
                 start_from(
@@ -97,9 +102,29 @@ class LocalEngine(Engine):
                 raise
         return task
 
+    def load(self, folder: str | os.PathLike[str], *, name: str = "adapter") -> Task:
+        """A task without data that answers with the adapter in `folder`: a finished one, or a run's checkpoint.
+
+        Raises AdapterError, CheckpointError, DataError (`muxtune.engine.adapters`), ConfigError for a name in use.
+        """
+        shapes = {op.name: (op.in_features, op.out_features) for op in self.backbone.attach_points.values()}
+        stored = read_stored(Path(folder), name, base=self.base, attach_points=shapes, preparer=self.preparer)
+        task = super().attach(stored.job, Sequences(()))
+        if not fits(stored.pairs, task.adapter):
+            super().detach(task)
+            raise AdapterError("holds an adapter of other shapes than its job describes", where=str(folder))
+        task.adapter.load_pairs(stored.pairs)
+        task.step = stored.step
+        self._voices[task.name] = stored.voice
+        if stored.prepared is not None:
+            self._prepared[task.name] = stored.prepared
+        return task
+
     def detach(self, task: Task | str) -> None:
         super().detach(task)
-        self._prepared.pop(task if isinstance(task, str) else task.name, None)
+        name = task if isinstance(task, str) else task.name
+        self._prepared.pop(name, None)
+        self._voices.pop(name, None)
 
     def run(self) -> Iterator[StepResult]:
         """Train every attached task to its last step; yields each optimizer step. Nothing is written to disk."""
@@ -154,9 +179,14 @@ class LocalEngine(Engine):
         return [self._decode(ids) for ids in generate(self, drawn)]
 
     def save(self, task: Task | str, folder: str | os.PathLike[str], *, base_name: str | None = None) -> Path:
-        """Write the task's adapter as a folder that peft loads, with tokenizer, card and manifest."""
+        """Write the task's adapter as a folder that peft loads, with tokenizer, card and manifest.
+
+        Raises StateError for a task that was loaded from such a folder.
+        """
         found = self.task(task)
-        prepared = self._prepared[found.name]
+        prepared = self._prepared.get(found.name)
+        if prepared is None:
+            raise StateError("was loaded from an adapter folder", where=found.name, hint="copy that folder")
         linears = self.backbone.attach_points
         names = [name for name, _ in self.backbone.model.named_modules() if name]
         exported = payload(
@@ -180,27 +210,23 @@ class LocalEngine(Engine):
     def _request(self, task: Task | str | None, prompt: Prompt, max_new_tokens: int) -> Request:
         if max_new_tokens < 1:
             raise ConfigError("max_new_tokens must be at least 1", where="max_new_tokens")
-        name, renderer, form = self._voice(task)
-        ids = prompt_ids(renderer, form, prompt)
+        name, voice = self._voice(task)
+        ids = prompt_ids(voice.renderer, voice.form, prompt)
         limit = self.backbone.max_positions
         if limit is not None and len(ids) + max_new_tokens > limit:
             max_new_tokens = limit - len(ids)
             if max_new_tokens < 1:
                 raise ConfigError(f"the prompt has {len(ids)} tokens, the base model takes {limit}", where="prompt")
-        return Request(name, ids.tolist(), frozenset(form.stop_token_ids), max_new_tokens)
+        return Request(name, ids.tolist(), frozenset(voice.form.stop_token_ids), max_new_tokens)
 
-    def _voice(self, task: Task | str | None) -> tuple[str | None, Renderer, PromptFormat]:
+    def _voice(self, task: Task | str | None) -> tuple[str | None, Voice]:
         """How prompts are written for a task, or for the bare backbone."""
         if task is not None:
-            found = self.task(task)
-            prepared = self._prepared.get(found.name)
-            if prepared is None:
-                raise StateError("has no prompt format", where=found.name)
-            return found.name, prepared.renderer, prepared.prompt_format
-        if self._chat is None:
-            self._chat = Renderer(self.preparer.tokenizer, now=datetime.now(UTC))
-        shape: Shape = "messages" if self._chat.template_source is not None else "text"
-        return None, self._chat, PromptFormat(shape, None, self._chat.eos_ids)
+            name = self.task(task).name
+            return name, self._voices[name]
+        if self._bare is None:
+            self._bare = base_voice(Renderer(self.preparer.tokenizer, now=datetime.now(UTC)))
+        return None, self._bare
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.preparer.tokenizer.decode(list(ids))

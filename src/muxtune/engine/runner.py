@@ -14,11 +14,13 @@ from typing import Protocol
 
 from muxtune.engine.engine import Engine
 from muxtune.engine.task import Task
+from muxtune.errors import MuxTuneError
 from muxtune.plan.types import ItemOutcome, RoundRecord, StepOutcome
 from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
 from muxtune.spec.status import JobStatus
 
 SAVE_EVERY_S = 600.0
+Sampler = Callable[[Task], Sequence[tuple[str, str]]]  # a task's (prompt, reply) pairs, now
 
 
 class Folder(Protocol):
@@ -33,6 +35,7 @@ class Runner:
     """Args:
     folders: where each task writes, by name; a task without one writes nothing.
     stop: asked before each round; true ends the run after saving a checkpoint of every task.
+    sampler: asked for replies to a job's `sample_prompts` whenever the task is evaluated, or at its end.
     clock: seconds, monotonic.
     """
 
@@ -42,11 +45,13 @@ class Runner:
         *,
         folders: Mapping[str, Folder] | None = None,
         stop: Callable[[], bool] = lambda: False,
+        sampler: Sampler = lambda task: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._folders = folders or {}
         self._stop = stop
+        self._sampler = sampler
         self._clock = clock
         self._saved_at = {name: clock() for name in engine.tasks}
         self.rounds: list[RoundRecord] = []
@@ -97,6 +102,9 @@ class Runner:
         stepped = [task for task, outcome in outcomes if outcome.error is None]
         yield from self._evaluate([task for task in stepped if self._in_run(task) and evaluation_due(task)])
         for task in stepped:
+            if self._in_run(task) and sampling_due(task):
+                yield from self._sample(task)
+        for task in stepped:
             if not self._in_run(task):
                 continue
             if task.step >= task.total_steps:
@@ -116,6 +124,16 @@ class Runner:
         for task in tasks:
             own = [item for action in record.actions for item in action.items if item.task == task.name]
             yield eval_result(task, own)
+
+    def _sample(self, task: Task) -> Iterator[TaskEvent]:
+        """A prompt that cannot be answered (too long, say) costs a warning, not the training."""
+        try:
+            pairs = self._sampler(task)
+        except MuxTuneError as error:
+            yield TaskEvent("warning", task.name, task.step, f"sample_prompts: {error.message}")
+            return
+        for prompt, reply in pairs:
+            yield TaskEvent("sample", task.name, task.step, data={"prompt": prompt, "reply": reply})
 
     def _fail(self, task: Task, error: str) -> TaskEvent:
         task.become(JobStatus.FAILED)
@@ -164,6 +182,13 @@ def evaluation_due(task: Task) -> bool:
         return False
     every = task.job.eval_every or task.sampler.steps_per_epoch
     return task.step % every == 0 or task.step >= task.total_steps
+
+
+def sampling_due(task: Task) -> bool:
+    """With each evaluation, or after the last step where nothing is held out."""
+    if not task.job.sample_prompts:
+        return False
+    return evaluation_due(task) or task.step >= task.total_steps
 
 
 def step_result(task: Task, outcome: StepOutcome, wall_s: float) -> StepResult:

@@ -3,6 +3,7 @@
     NAME/job.json         the job, when it was created, and what it was trained on; there from the start
     NAME/status.json      where it stands; replaced whole at each change
     NAME/metrics.jsonl, metrics.csv, events.jsonl
+    NAME/samples.jsonl    replies to the job's sample_prompts, by step
     NAME/checkpoints/     muxtune.engine.checkpoint
     NAME/adapter_config.json, adapter_model.safetensors, ...    peft's format, when it is completed
 
@@ -25,6 +26,7 @@ from muxtune.durable import is_staged, make_folder, sweep, write_durably
 from muxtune.engine import checkpoint
 from muxtune.engine.checkpoint import Checkpoint, Ground
 from muxtune.engine.metrics import MetricsFiles, eval_row, step_row
+from muxtune.engine.samples import SamplesFile
 from muxtune.engine.task import Task
 from muxtune.errors import CheckpointError, StateError
 from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
@@ -38,11 +40,12 @@ _STATUSES = frozenset(JobStatus)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What `job.json` holds: the job as it began, when, and on which base weights."""
+    """What `job.json` holds: the job as it began, when, and on which base weights: their hash, and the run's name."""
 
     job: JobSpec
     created: datetime
     base: str
+    base_model: str = ""
 
 
 class TaskFolder:
@@ -57,6 +60,7 @@ class TaskFolder:
         self._ground = ground
         self._export = export
         self._metrics = MetricsFiles(path)
+        self._samples = SamplesFile(path)
 
     @classmethod
     def create(cls, path: Path, origin: Origin, ground: Ground, export: Export) -> TaskFolder:
@@ -88,6 +92,7 @@ class TaskFolder:
             folder._set_status("queued", step)
             _write_origin(path, origin)
             folder._metrics.cut(step)
+            folder._samples.cut(step)
             _cut_half_line(path / EVENTS)
         return folder
 
@@ -97,12 +102,15 @@ class TaskFolder:
                 self._metrics.append(step_row(event))
             elif isinstance(event, EvalResult):
                 self._metrics.append(eval_row(event))
+            elif event.kind == "sample":
+                self._samples.append(event)
             else:
                 self._note(event)
 
     def checkpoint(self, task: Task) -> str:
         with _writing(self.path):
             self._metrics.sync()
+            self._samples.sync()
             keep = self._job.save_total_limit
             return str(checkpoint.save(self.path / CHECKPOINTS, task, self._ground, keep=keep))
 
@@ -147,7 +155,8 @@ def read_origin(path: Path) -> Origin:
     try:
         stored = json.loads((path / JOB).read_text(encoding="utf-8"))
         job = JobSpec.model_validate(stored["job"])
-        return Origin(job, datetime.fromisoformat(stored["created"]), stored["base"])
+        created = datetime.fromisoformat(stored["created"])
+        return Origin(job, created, stored["base"], str(stored.get("base_model", "")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"cannot read the job of this run: {error}", where=str(path / JOB), hint="start over with --overwrite"
@@ -159,6 +168,7 @@ def _write_origin(path: Path, origin: Origin) -> None:
         "job": origin.job.model_dump(mode="json"),
         "created": origin.created.isoformat(),
         "base": origin.base,
+        "base_model": origin.base_model,
     }
     write_durably(path / JOB, json.dumps(stored, indent=1).encode())
 

@@ -2,6 +2,7 @@
 
     plan      each job's folder is new, continued, finished already, or in the way
     prepare   all data is read and tokenised; nothing has been loaded or written yet
+    admit     what cannot fit into memory is refused, with the numbers
     start     the backbone is loaded, every job attached, then the folders are made
     events    the round loop
 
@@ -24,13 +25,16 @@ from filelock import FileLock, Timeout
 from muxtune.data.prepare import PreparedJob, Preparer
 from muxtune.durable import discard, make_folder, sweep
 from muxtune.engine import checkpoint
+from muxtune.engine.admission import Admission, admit
 from muxtune.engine.checkpoint import Ground
+from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task import Task
 from muxtune.engine.task_folder import Origin, TaskFolder, holds_run, load_checkpoint, read_origin, status_of
 from muxtune.errors import CheckpointError, ConfigError, MuxTuneError, StateError
 from muxtune.models.cache import default_cache_dir
+from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.spec.event import RunEvent, TaskEvent
 from muxtune.spec.job import JobSpec
@@ -65,6 +69,7 @@ class _Started:
     """An attached task, at its newest checkpoint if it has one; `passed_over` says which newer ones are damaged."""
 
     plan: PlannedJob
+    prepared: PreparedJob
     task: Task
     ground: Ground
     passed_over: tuple[str, ...]
@@ -122,7 +127,7 @@ class TrainingRun:
             except MuxTuneError as error:
                 failures.append(Failure(plan.job, error))
         if failures and not self.keep_going:
-            raise failures[0].error if len(failures) == 1 else _together(failures)
+            raise _first_of(failures)
         return prepared, failures
 
     def events(self) -> Iterator[RunEvent]:
@@ -135,40 +140,66 @@ class TrainingRun:
             _check_base(planned, base)
             prepared, failures = self.prepare(planned, base)
             yield from self._fail(failures)
-            if not prepared:
-                return
-            yield from self._train({plan.job.name: plan for plan in planned}, prepared, base)
+            for plan in planned:
+                if plan.begin == "finished":
+                    yield TaskEvent("completed", plan.job.name, 0, str(plan.folder), {"earlier": True})
+            if prepared:
+                yield from self._train({plan.job.name: plan for plan in planned}, prepared, base)
+
+    def admit(self, prepared: list[PreparedJob], base: ModelFolder) -> Admission:
+        """What the jobs need of memory, and who is refused. Raises the first refusal unless `keep_going`."""
+        device = choose_device(self.run.device)
+        dtype = choose_dtype(self.run.dtype, device)
+        used, free = memory_here(device)
+        limit = min(self.run.memory_limit or used + free, used + free)
+        model = footprint(base.path, dtype)
+        admission = admit(prepared, model, dtype=dtype, limit_bytes=limit, process_bytes=used)
+        if admission.refused and not self.keep_going:
+            raise _first_of([Failure(job, error) for job, error in admission.refused])
+        return admission
 
     def _train(
         self, plans: dict[str, PlannedJob], prepared: list[PreparedJob], base: ModelFolder
     ) -> Iterator[RunEvent]:
         run = self.run
+        admission = self.admit(prepared, base)
+        yield from self._fail([Failure(job, error) for job, error in admission.refused])
+        admitted = {size.job.name for size in admission.sizes}
+        if not admitted:
+            return
         engine = LocalEngine(
             base,
             device=run.device,
             dtype=run.dtype,
             threads=run.threads,
             policy=run.policy,
+            fuse_tokens=admission.fuse_tokens,
             num_hidden_layers=self.num_hidden_layers,
             cache_dir=self._cache,
         )
         failures: list[Failure] = []
         started: list[_Started] = []
         for job in prepared:
+            if job.job.name not in admitted:
+                continue
             try:
                 started.append(_start(engine, plans[job.job.name], job))
             except MuxTuneError as error:
                 failures.append(Failure(job.job, error))
         if failures and not self.keep_going:
-            raise failures[0].error if len(failures) == 1 else _together(failures)
+            raise _first_of(failures)
         yield from self._fail(failures)
         folders = self._open(started, engine)
         for one in started:
-            for reason in one.passed_over:
-                warning = TaskEvent("warning", one.task.name, one.task.step, f"passed over {reason}")
-                folders[one.task.name].record(warning)
-                yield warning
-        yield from Runner(engine, folders=folders, stop=self.stop).run()
+            for event in _opening(one):
+                folders[one.task.name].record(event)
+                yield event
+
+        def sample(task: Task) -> list[tuple[str, str]]:
+            prompts = task.job.sample_prompts
+            return list(zip(prompts, engine.generate([(task, prompt) for prompt in prompts]), strict=True))
+
+        yield from Runner(engine, folders=folders, stop=self.stop, sampler=sample).run()
 
     def _fail(self, failures: list[Failure]) -> Iterator[TaskEvent]:
         """Events hold an error's message only: its full text may clip an example."""
@@ -189,7 +220,7 @@ class TrainingRun:
         folders: dict[str, TaskFolder] = {}
         for one in started:
             plan, task = one.plan, one.task
-            origin = Origin(plan.job, plan.created, one.ground.base)
+            origin = Origin(plan.job, plan.created, one.ground.base, self.run.base_model)
             if plan.begin == "continue":
                 folders[task.name] = TaskFolder.reopen(plan.folder, origin, one.ground, export, step=task.step)
             else:
@@ -237,7 +268,17 @@ def _start(engine: LocalEngine, plan: PlannedJob, prepared: PreparedJob) -> _Sta
     except CheckpointError:
         engine.detach(task)
         raise
-    return _Started(plan, task, ground, found.passed_over if found is not None else ())
+    return _Started(plan, prepared, task, ground, found.passed_over if found is not None else ())
+
+
+def _opening(one: _Started) -> Iterator[TaskEvent]:
+    """What is known of a task before its first round: its size, and what the user may not have wanted."""
+    task = one.task
+    yield TaskEvent("queued", task.name, task.step, data={"total_steps": task.total_steps})
+    for reason in one.passed_over:
+        yield TaskEvent("warning", task.name, task.step, f"passed over {reason}")
+    for warning in one.prepared.data.report.warnings:
+        yield TaskEvent("warning", task.name, task.step, warning)
 
 
 def _begins_at(task: Task) -> str:
@@ -259,7 +300,11 @@ def _check_base(planned: list[PlannedJob], base: ModelFolder) -> None:
             )
 
 
-def _together(failures: list[Failure]) -> MuxTuneError:
+def _first_of(failures: list[Failure]) -> MuxTuneError:
+    """The one error, or one that tells all of them."""
     first = failures[0].error
+    if len(failures) == 1:
+        return first
     told = "\n".join(f"{failure.job.name}: {failure.error}" for failure in failures)
-    return type(first)(f"{len(failures)} jobs cannot start\n{told}", hint="nothing was trained; or use --keep-going")
+    kind = next(one for one in type(first).__mro__ if one.__module__ == MuxTuneError.__module__)
+    return kind(f"{len(failures)} jobs cannot start\n{told}", hint="nothing was trained; or use --keep-going")

@@ -22,15 +22,14 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from muxtune.durable import staged_folder
 from muxtune.errors import AdapterError, ModelError
 from muxtune.models.cache import RECEIPT
 from muxtune.models.layout import INDEX, WEIGHTS, Layout, check_folder, read_json
-from muxtune.models.loading import reading
 from muxtune.models.merge_check import Pairs, compare_logits
+from muxtune.models.skeleton import skeleton
 from muxtune.models.sources import ModelFolder
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -97,9 +96,9 @@ def merge_into(
 
 def _targets(layout: Layout, adapter: Pairs) -> dict[str, _Target]:
     """Name of a stored tensor -> what is added to it."""
-    skeleton = _skeleton(layout.path)
-    modules = dict(skeleton.named_modules())
-    tied_head = skeleton.get_output_embeddings() if skeleton.config.get_text_config().tie_word_embeddings else None
+    model = skeleton(layout.path)
+    modules = dict(model.named_modules())
+    tied_head = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
     stored = {entry.name: entry.shape for entry in layout.tensors}
     targets = {}
     for name, (lora_a_RI, lora_b_OR) in adapter.items():
@@ -110,7 +109,7 @@ def _targets(layout: Layout, adapter: Pairs) -> dict[str, _Target]:
             raise AdapterError(
                 "the head shares its matrix with the embedding, so a LoRA on it alone cannot be merged", where=name
             )
-        key = _stored_name(f"{name}.weight", skeleton.base_model_prefix, stored)
+        key = _stored_name(f"{name}.weight", model.base_model_prefix, stored)
         transposed = isinstance(module, Conv1D)
         shape = (lora_b_OR.shape[0], lora_a_RI.shape[1])
         if stored[key] != (shape[::-1] if transposed else shape) or lora_a_RI.shape[0] != lora_b_OR.shape[1]:
@@ -119,14 +118,6 @@ def _targets(layout: Layout, adapter: Pairs) -> dict[str, _Target]:
     if not targets:
         raise AdapterError("the adapter has no tensors: there is nothing to merge")
     return targets
-
-
-def _skeleton(folder: Path) -> PreTrainedModel:
-    """The module tree without memory for its weights."""
-    with reading("config.json", folder), torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
 
 
 def _stored_name(name: str, prefix: str, stored: Mapping[str, tuple[int, ...]]) -> str:

@@ -40,7 +40,11 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskEvent:
-    """Something that happened to a task; `message` is for people, `data` for programs. Never holds example text."""
+    """Something that happened to a task; `message` is for people, `data` for programs.
+
+    Never holds example text. A `sample` has the `prompt`, one of the job's `sample_prompts`, and the `reply`; the
+    `queued` of a job that is about to train has its `total_steps`.
+    """
 
     kind: EventKind
     task: str

@@ -1,0 +1,176 @@
+"""Adapters on disk, for answering: finished folders - ours, or any LoRA of peft's - and runs that are not finished.
+
+    DIR with adapter_config.json             the finished adapter
+    DIR with job.json, or a step-N of its    the newest (or that) whole checkpoint
+    checkpoints
+
+A finished folder of ours says in its manifest how its prompts look and where a reply ends; one of another tool speaks
+the base model's chat template. A checkpoint holds neither, so the job's data is asked again (from the token cache).
+Everything is read as untrusted input, and refused where it was trained on other base weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from torch import Tensor
+
+from muxtune.data.manifest import PromptFormat
+from muxtune.data.prepare import PreparedJob, Preparer
+from muxtune.data.render import Renderer
+from muxtune.data.types import Shape
+from muxtune.engine import checkpoint
+from muxtune.engine.checkpoint import Checkpoint
+from muxtune.engine.task_folder import CHECKPOINTS, JOB, read_origin
+from muxtune.errors import AdapterError, CheckpointError
+from muxtune.models.sources import ModelFolder, list_models
+from muxtune.peft.convert import LoraTensors
+from muxtune.peft.folder import CONFIG_FILE, TEMPLATE_FILE, LoadedAdapter, read_adapter, read_config, read_manifest
+from muxtune.peft.lora import LoraAdapter
+from muxtune.spec.job import JobSpec
+from muxtune.spec.peft import Lora
+
+_STEP = re.compile(r"step-[0-9]{8}")
+_MAX_TEMPLATE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """How prompts are written for an adapter, and where its replies end."""
+
+    renderer: Renderer
+    form: PromptFormat
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter that was read. `prepared` and `step` are of a checkpoint, None and 0 of a finished folder."""
+
+    job: JobSpec
+    pairs: LoraTensors
+    voice: Voice
+    prepared: PreparedJob | None = None
+    step: int = 0
+
+
+def is_finished(path: Path) -> bool:
+    """Whether `path` is an adapter folder as peft knows it, rather than a run that goes on or none at all."""
+    return (path / CONFIG_FILE).exists()
+
+
+def base_name_of(path: Path, *, cache_dir: Path | None = None) -> str | None:
+    """The base model that an adapter says it belongs to, by the name it resolves under here; None where it is unsaid.
+
+    Raises AdapterError or CheckpointError where `path` holds no adapter.
+    """
+    if not is_finished(path):
+        return read_origin(_run_of(path)).base_model or None
+    if (path / JOB).exists() and (base_model := read_origin(path).base_model):
+        return base_model
+    manifest = read_manifest(path)
+    named = manifest.base.name if manifest else read_config(path).get("base_model_name_or_path")
+    known = {model.public_name: model.name for model in list_models(cache_dir=cache_dir)}
+    return known.get(named, named) if isinstance(named, str) else None
+
+
+def read_stored(
+    path: Path, name: str, *, base: ModelFolder, attach_points: Mapping[str, tuple[int, int]], preparer: Preparer
+) -> StoredAdapter:
+    """The adapter at `path`, as a task called `name` may carry it.
+
+    Raises AdapterError, CheckpointError: nothing there, damaged, unsafe, or of other base weights. DataError: the data
+    of an unfinished run, which says how its prompts look, is gone.
+    """
+    if is_finished(path):
+        return _finished(path, name, base, attach_points, preparer)
+    return _checkpoint(path, name, base, preparer)
+
+
+def _finished(
+    path: Path, name: str, base: ModelFolder, attach_points: Mapping[str, tuple[int, int]], preparer: Preparer
+) -> StoredAdapter:
+    loaded = read_adapter(path, attach_points, base_sha256=base.weights_sha256)
+    form = loaded.form
+    peft = Lora(
+        r=form.r,
+        lora_alpha=form.scale * form.r,  # of an rsLoRA too
+        lora_dropout=0,
+        target_modules=tuple(sorted(loaded.tensors)),
+    )
+    # The job of a task that only answers: its data stand for what is never read.
+    job = JobSpec(name=name, datasets=(str(path),), peft=peft)
+    return StoredAdapter(job, loaded.tensors, _voice(path, loaded, preparer))
+
+
+def _voice(path: Path, loaded: LoadedAdapter, preparer: Preparer) -> Voice:
+    renderer = Renderer(preparer.tokenizer, template=_template(path), now=datetime.now(UTC))
+    if loaded.manifest is not None:
+        return Voice(renderer, loaded.manifest.prompt)
+    return base_voice(renderer)
+
+
+def base_voice(renderer: Renderer) -> Voice:
+    """How the bare base model is spoken to: in its chat template, or in plain text where it has none."""
+    shape: Shape = "messages" if renderer.template_source is not None else "text"
+    return Voice(renderer, PromptFormat(shape, None, renderer.eos_ids))
+
+
+def _template(path: Path) -> str | None:
+    """The folder's own chat template, which the sandbox renders like any stranger's."""
+    file = path / TEMPLATE_FILE
+    if not file.exists() and not file.is_symlink():
+        return None
+    if file.is_symlink() or file.stat().st_size > _MAX_TEMPLATE_BYTES:
+        raise AdapterError("a link, or too large for a chat template", where=str(file))
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def _checkpoint(path: Path, name: str, base: ModelFolder, preparer: Preparer) -> StoredAdapter:
+    origin = read_origin(_run_of(path))
+    found = _whole(path)
+    if found.state.ground.base != base.weights_sha256:
+        raise CheckpointError(
+            "was trained on other base weights", where=str(found.path), hint="give its base model with --base-model"
+        )
+    prepared = preparer.prepare(origin.job, created=origin.created)
+    job = origin.job.model_copy(update={"name": name})
+    voice = Voice(prepared.renderer, prepared.prompt_format)
+    return StoredAdapter(job, _pairs(found), voice, prepared, found.state.step)
+
+
+def _run_of(path: Path) -> Path:
+    """The run that `path` is, or is a checkpoint of."""
+    run = path.parent.parent if _STEP.fullmatch(path.name) and path.parent.name == CHECKPOINTS else path
+    if not (run / JOB).exists():
+        raise AdapterError(
+            "this is neither an adapter folder nor a run",
+            where=str(path),
+            hint=f"give a folder that holds {CONFIG_FILE} or {JOB}, such as runs/NAME/JOB",
+        )
+    return run
+
+
+def _whole(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, or the newest of the run at `path`."""
+    if path != _run_of(path):
+        return checkpoint.read(path)
+    found = checkpoint.newest(path / CHECKPOINTS)
+    if found is None:
+        raise CheckpointError("has no checkpoint yet", where=str(path), hint="wait for its first, or train it")
+    return found
+
+
+def _pairs(found: Checkpoint) -> dict[str, tuple[Tensor, Tensor]]:
+    names = sorted({name.rpartition(".")[0] for name in found.parameters})
+    return {name: (found.parameters[f"{name}.lora_A"], found.parameters[f"{name}.lora_B"]) for name in names}
+
+
+def fits(pairs: LoraTensors, adapter: LoraAdapter) -> bool:
+    """Whether `pairs` are of exactly the modules and shapes of `adapter`."""
+    return {name: (a.shape, b.shape) for name, (a, b) in pairs.items()} == {
+        name: (a.shape, b.shape) for name, (a, b) in adapter.pairs().items()
+    }

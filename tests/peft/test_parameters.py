@@ -1,0 +1,85 @@
+"""One flat buffer, many views: writing through either is writing the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from muxtune.peft.parameters import FlatParameters
+
+SHAPES = {"a": (3, 5), "b": (7, 2), "c": (16,), "d": (1, 1)}
+
+
+def _parameters(dtype: torch.dtype = torch.float32) -> FlatParameters:
+    return FlatParameters(SHAPES, dtype, torch.device("cpu"), columns_first={"b"})
+
+
+def test_views_have_their_shapes_and_share_the_buffer() -> None:
+    parameters = _parameters()
+    assert {name: tuple(view.shape) for name, view in parameters.views.items()} == SHAPES
+    assert parameters.count == 15 + 14 + 16 + 1
+    for number, view in enumerate(parameters.views.values(), start=1):
+        with torch.no_grad():
+            view.fill_(number)
+    assert float(parameters.values.sum()) == 15 * 1 + 14 * 2 + 16 * 3 + 1 * 4
+    parameters.values.mul_(2)
+    assert [float(view.detach().flatten()[0]) for view in parameters.views.values()] == [2, 4, 6, 8]
+
+
+def test_views_start_at_multiples_of_16_elements() -> None:
+    parameters = _parameters()
+    base = parameters.values.data_ptr()
+    for view in parameters.views.values():
+        for tensor, start in ((view, base), (view.grad, parameters.gradient.data_ptr())):
+            assert tensor is not None and (tensor.data_ptr() - start) % (16 * 4) == 0
+
+
+def test_gradients_lie_where_the_optimizer_reads() -> None:
+    """Autograd's own accumulation and a hand-written one end in the same buffer, whichever way a matrix lies."""
+    parameters = _parameters(torch.float64)
+    views = parameters.views
+    (views["a"].sum() * 2 + (views["b"] * torch.arange(14.0).view(7, 2)).sum()).backward()
+    assert views["b"].grad is not None
+    assert torch.equal(views["b"].grad, torch.arange(14.0, dtype=torch.float64).view(7, 2))
+    views["b"].grad.add_(1)
+    assert float(parameters.gradient.sum()) == 15 * 2 + sum(range(14)) + 14
+    parameters.zero_gradient()
+    assert not views["a"].grad.any() and not views["b"].grad.any()
+    views["c"].sum().backward()
+    assert float(parameters.gradient.sum()) == 16, "the view and the buffer came apart"
+
+
+def test_a_matrix_may_lie_in_the_buffer_transposed() -> None:
+    parameters = _parameters()
+    assert parameters.views["b"].stride() == (1, 7) and parameters.views["b"].T.is_contiguous()
+    assert parameters.views["a"].is_contiguous()
+
+
+def test_exported_values_go_in_again_by_name() -> None:
+    parameters, other = _parameters(), _parameters()
+    parameters.values.normal_()
+    exported = parameters.export()
+    other.load(exported)
+    for name, view in other.views.items():
+        assert torch.equal(view, parameters.views[name])
+    exported["a"].fill_(9)
+    assert not torch.equal(parameters.views["a"], exported["a"]), "an export is a copy"
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "shape"])
+def test_values_of_another_adapter_do_not_go_in(change: str) -> None:
+    parameters = _parameters()
+    tensors = parameters.export()
+    if change == "missing":
+        del tensors["a"]
+    elif change == "extra":
+        tensors["e"] = torch.zeros(1)
+    else:
+        tensors["a"] = torch.zeros(5, 3)
+    with pytest.raises(AssertionError):
+        parameters.load(tensors)
+
+
+def test_the_memory_it_says_is_values_gradient_and_two_moments() -> None:
+    parameters = _parameters()
+    assert parameters.state_bytes == 4 * 4 * (16 + 16 + 16 + 16)

@@ -9,10 +9,10 @@ import csv
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,7 +76,10 @@ def write_data(folder: Path) -> Path:
         ],
         "chat.jsonl": [_dialogue(number) for number in range(10)],
         "held-out.jsonl": [_dialogue(number) for number in range(20, 23)],
-        "text.jsonl": [{"text": f"The quick brown fox {number} jumps over " + "the lazy dog " * (number % 3)} for number in range(8)],
+        "text.jsonl": [
+            {"text": f"The quick brown fox {number} jumps over " + "the lazy dog " * (number % 3)}
+            for number in range(8)
+        ],
     }
     for name, rows in lines.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -121,6 +124,7 @@ class Trainer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._orders = 0
+        self._running: set[int] = set()
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, run: RunSpec, **order: Any) -> Ended:
@@ -131,9 +135,17 @@ class Trainer:
         self._orders += 1
         trace, report = (self._folder / f"{self._orders}.{kind}" for kind in ("trace", "report"))
         made = Order(run.model_dump(mode="json"), str(trace), str(report), **order)
-        return Child(self, self.ask({"do": "start", "order": asdict(made)}), trace, report)
+        pid = self._ask({"do": "start", "order": asdict(made)})
+        self._running.add(pid)
+        return Child(self, pid, trace, report)
 
-    def ask(self, message: Keys) -> int:
+    def wait(self, pid: int) -> int:
+        """The exit code, negative for a signal."""
+        code = self._ask({"do": "wait", "pid": pid})
+        self._running.discard(pid)
+        return code
+
+    def _ask(self, message: Keys) -> int:
         if self._process is None:
             self._process = self._begin()
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -142,6 +154,8 @@ class Trainer:
         return int(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
+        for pid in self._running:
+            os.kill(pid, signal.SIGKILL)
         if self._process is not None:
             self._process.communicate()
 
@@ -169,7 +183,7 @@ class Child:
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> Ended:
-        code = self.trainer.ask({"do": "wait", "pid": self.pid})
+        code = self.trainer.wait(self.pid)
         lines = self.trace.read_text().splitlines() if self.trace.exists() else []
         steps: dict[str, list[Keys]] = {}
         for line in map(json.loads, lines):
@@ -184,7 +198,9 @@ def whole_checkpoints(folder: Path) -> list[int]:
     for path in sorted(folder.glob("checkpoints/step-*")):
         try:
             hashes = json.loads((path / "manifest.json").read_text())
-            whole = all(hashlib.sha256((path / name).read_bytes()).hexdigest() == digest for name, digest in hashes.items())
+            whole = all(
+                hashlib.sha256((path / name).read_bytes()).hexdigest() == digest for name, digest in hashes.items()
+            )
         except (OSError, ValueError):
             whole = False
         if whole:
@@ -233,11 +249,7 @@ def assert_same_result(one: Path, other: Path) -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder in memory where there is such a disk: killed processes lose nothing of it, and fsync costs nothing."""
-    base = Path("/dev/shm")
-    folder = (base if os.access(base, os.W_OK) else Path.cwd() / ".pytest_cache") / f"muxtune-tests-{os.getpid()}"
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    """A folder in memory where there is such a disk: a killed process loses nothing of it, and fsync costs nothing."""
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(prefix="muxtune-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder)

@@ -1,12 +1,13 @@
 """A process that trains what it is told to and dies where it is told to: `python -m tests.engine.trainer`.
 
 It imports torch once. Each order - a line of JSON on stdin - is carried out by a forked child, a process of its own
-that takes no time to start, with one thread; the answer to "start" is the child's id, the answer to "wait" how it ended.
-A child writes down what it executed as it goes: a line per optimizer step, with the examples of its schedule.
+that takes no time to start, with one thread; the answer to "start" is its id, the answer to "wait" how it ended. A
+child writes down what it executed as it goes: a line per optimizer step, with the examples of its schedule.
 
 Where it dies: an audit hook sees every file operation under the output folder *before* it happens, and the child kills
 itself with SIGKILL at the one that was named - so every moment between two file operations can be had, without a change
-to the code under test. Half-written files come from a limit on file sizes, at which the kernel kills the process.
+to the code under test. With `file_bytes` it does not kill itself there but from then on lets no file grow by more than
+that, as a full disk would: the kernel then fails the write half-way, or kills the process half-way through it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _OPERATIONS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One run. `operation`, `path` (patterns) and `nth` name the file operation at which to die; `file_bytes` the size
-    at which writing a file fails, or kills with `fatal`; `hold` a file for which to wait after the second round."""
+    """One run. `operation`, `path` (patterns) and `nth` name the file operation at which to die, or the disk is full -
+    which kills if `fatal`; `hold` is a file for which to wait after the second round."""
 
     run: dict[str, object]
     trace: str
@@ -66,7 +67,7 @@ def _start(order: Order) -> int:
         return pid
     code = 70
     try:
-        os.setsid()
+        os.dup2(2, 1)  # the answers' pipe ends with the process that answers
         _train(order)
         code = 0
     finally:
@@ -78,10 +79,6 @@ def _train(order: Order) -> None:
     run = RunSpec.model_validate(order.run)
     counted = _watch(run.output_dir, order)
     _record(Path(order.trace))
-    if order.file_bytes is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if order.fatal else signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (order.file_bytes, resource.RLIM_INFINITY))
     training = TrainingRun(
         run, resume=order.resume, overwrite=order.overwrite, keep_going=order.keep_going, stop=_hold(order.hold)
     )
@@ -91,6 +88,7 @@ def _train(order: Order) -> None:
             pass
     except MuxTuneError as caught:
         error = f"{type(caught).__name__}: {caught}"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     Path(order.report).write_text(json.dumps({"error": error, "operations": counted()}))
 
 
@@ -115,10 +113,20 @@ def _watch(output: str, order: Order) -> Callable[[], int]:
         if wanted is not None and wanted.fullmatch(event) and path_wanted.search(paths):
             matched += 1
             if matched == order.nth:
-                os.kill(os.getpid(), signal.SIGKILL)
+                _strike(order, str(arguments[0]))
 
     sys.addaudithook(hook)
     return lambda: seen
+
+
+def _strike(order: Order, path: str) -> None:
+    if order.file_bytes is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        limit = order.file_bytes + (os.path.getsize(path) if os.path.isfile(path) else 0)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if order.fatal else signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
 def _record(trace: Path) -> None:

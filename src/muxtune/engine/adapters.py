@@ -62,6 +62,11 @@ def is_finished(path: Path) -> bool:
     return (path / CONFIG_FILE).exists()
 
 
+def name_of(path: Path) -> str:
+    """The name of the job whose run, or a checkpoint of whose run, is at `path`."""
+    return read_origin(_run_of(path)).job.name
+
+
 def base_name_of(path: Path, *, cache_dir: Path | None = None) -> str | None:
     """The base model that an adapter says it belongs to, by the name it resolves under here; None where it is unsaid.
 

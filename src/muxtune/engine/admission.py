@@ -39,9 +39,9 @@ class JobSize:
 class Admission:
     """`refused` jobs cannot run at all; the others fit together at `fuse_tokens` rows a micro-batch."""
 
+    model: Footprint
     limit_bytes: int
     process_bytes: int
-    weights_bytes: int
     sizes: tuple[JobSize, ...]
     fuse_tokens: int
     peak_bytes: int
@@ -56,7 +56,7 @@ def admit(
     limit_bytes: int,
     process_bytes: int,
 ) -> Admission:
-    """Which jobs fit. Raises ConfigError where not even the adapters of all of them do."""
+    """Which jobs fit, as far as is known before any of them has been loaded."""
     sizes: list[JobSize] = []
     refused: list[tuple[JobSpec, MuxTuneError]] = []
     for job in prepared:
@@ -71,15 +71,15 @@ def admit(
         if size.activation_bytes > free:
             refused.append((size.job, _too_large(size, model, sizes, limit_bytes, process_bytes)))
     if not fitting:
-        return Admission(limit_bytes, process_bytes, model.weights_bytes, (), 0, held, tuple(refused))
+        return Admission(model, limit_bytes, process_bytes, (), 0, held, tuple(refused))
     longest = max(size.longest for size in fitting)
     widest = max(size.widest for size in fitting)
     fuse_tokens = max(widest, min(DEFAULT_FUSE_TOKENS, model.rows_within(free, longest)))
     used = min(fuse_tokens, sum(size.widest for size in fitting))
     return Admission(
+        model,
         limit_bytes,
         process_bytes,
-        model.weights_bytes,
         tuple(fitting),
         fuse_tokens,
         held + model.activation_bytes(used, longest),

@@ -97,6 +97,7 @@ class TaskFolder:
         return folder
 
     def record(self, event: RunEvent) -> None:
+        """Write an event of this task where it belongs: metrics, samples, or the log of events and the status."""
         with _writing(self.path):
             if isinstance(event, StepResult):
                 self._metrics.append(step_row(event))
@@ -108,6 +109,7 @@ class TaskFolder:
                 self._note(event)
 
     def checkpoint(self, task: Task) -> str:
+        """Save the task as it stands, after all that was recorded of it; the checkpoint's path."""
         with _writing(self.path):
             self._metrics.sync()
             self._samples.sync()

@@ -306,5 +306,5 @@ def _first_of(failures: list[Failure]) -> MuxTuneError:
     if len(failures) == 1:
         return first
     told = "\n".join(f"{failure.job.name}: {failure.error}" for failure in failures)
-    kind = next(one for one in type(first).__mro__ if one.__module__ == MuxTuneError.__module__)
-    return kind(f"{len(failures)} jobs cannot start\n{told}", hint="nothing was trained; or use --keep-going")
+    kinds: Iterator[type[MuxTuneError]] = (one for one in type(first).__mro__ if one.__module__ == "muxtune.errors")
+    return next(kinds)(f"{len(failures)} jobs cannot start\n{told}", hint="nothing was trained; or use --keep-going")

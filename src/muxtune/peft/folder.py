@@ -76,11 +76,7 @@ def write_adapter(
         AdapterError: the base model's name is a path of this machine.
     """
     base = manifest.base.name
-    if not base or Path(base).is_absolute() or base.startswith(("~", "./", "../")):
-        raise AdapterError(
-            f"the base model's public name cannot be the path {base!r}",
-            hint="other machines do not have it; give a name with --base-name",
-        )
+    check_public_name(base)
     config = {**payload.config, "base_model_name_or_path": base}
     with staged_folder(dest, key_file=CONFIG_FILE) as staging:
         save_file(dict(payload.tensors), staging / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -93,6 +89,15 @@ def write_adapter(
             (staging / GENERATION_FILE).write_text(_json(generation), encoding="utf-8")
         if chat_template is not None:
             (staging / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
+
+
+def check_public_name(base: str) -> None:
+    """Raises AdapterError where a base model's name is a path, which means nothing on another machine."""
+    if not base or Path(base).is_absolute() or base.startswith(("~", "./", "../")):
+        raise AdapterError(
+            f"the base model's public name cannot be the path {base!r}",
+            hint="other machines do not have it; give a name with --base-name",
+        )
 
 
 def read_adapter(

@@ -1,0 +1,190 @@
+"""`muxtune train --dry-run`: what the run would be, without loading a weight or writing into its output folder.
+
+Times are estimates, said as such: the products of a step at the rate that a matrix product of the model's width reaches
+on this machine now, times a factor for everything else (docs/log.md). The first step will tell better.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from muxtune.cli.errors import print_error
+from muxtune.cli.terminal import console, duration, grid, print_json, tell
+from muxtune.engine.admission import Admission, JobSize, size_text
+from muxtune.engine.load import choose_device, choose_dtype
+from muxtune.engine.task_folder import load_checkpoint
+from muxtune.engine.training import Failure, PlannedJob, TrainingRun
+from muxtune.models.memory import Footprint
+from muxtune.spec.schedule import total_steps
+
+if TYPE_CHECKING:
+    from muxtune.data.prepare import PreparedJob
+
+_BESIDE_PRODUCTS = 2.0  # the time of a step over that of its products
+_RATE_S = 0.2
+_RATE_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One job. Tokens are those of one pass over its data; `time_s` is its own share of the run."""
+
+    name: str
+    begins: str
+    examples: int
+    sequences: int
+    tokens: int
+    trained_tokens: int
+    longest: int
+    steps: int
+    steps_done: int
+    parameters: int
+    adapter_bytes: int
+    time_s: float
+    warnings: tuple[str, ...]
+
+
+def print_dry_run(training: TrainingRun, *, as_json: bool) -> int:
+    """0, or 1 where --keep-going lets a job fail alone. Raises MuxTuneError for what would stop the run."""
+    planned = training.plan()
+    base = training.base()
+    prepared, failures = training.prepare(planned, base)
+    admission = training.admit(prepared, base) if prepared else None
+    if admission is not None:
+        failures = failures + [Failure(job, error) for job, error in admission.refused]
+    estimates = _estimates(training, planned, prepared, admission)
+    finished = [plan.job.name for plan in planned if plan.begin == "finished"]
+    for failure in failures:
+        print_error(failure.error)
+    if as_json:
+        print_json(_as_json(estimates, finished, failures, admission))
+    else:
+        _print(estimates, finished, admission)
+    return 1 if failures else 0
+
+
+def _estimates(
+    training: TrainingRun,
+    planned: Sequence[PlannedJob],
+    prepared: Sequence[PreparedJob],
+    admission: Admission | None,
+) -> list[Estimate]:
+    if admission is None or not admission.sizes:
+        return []
+    rate = _products_per_s(training, admission.model)
+    sizes = {size.job.name: size for size in admission.sizes}
+    plans = {plan.job.name: plan for plan in planned}
+    return [
+        _estimate(plans[job.job.name], job, sizes[job.job.name], admission.model, rate)
+        for job in prepared
+        if job.job.name in sizes
+    ]
+
+
+def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Footprint, rate: float) -> Estimate:
+    job, report = prepared.job, prepared.data.report
+    found = load_checkpoint(plan.folder) if plan.begin == "continue" else None
+    done = found.state.step if found is not None else 0
+    steps = total_steps(job, len(prepared.data.train))
+    share = (steps - done) * min(job.effective_batch, len(prepared.data.train)) / len(prepared.data.train)
+    return Estimate(
+        job.name,
+        plan.begin,
+        sum(file.examples for file in report.files[: len(job.datasets)]),
+        report.train_sequences,
+        report.train_tokens,
+        report.trained_tokens,
+        size.longest,
+        steps,
+        done,
+        size.parameters,
+        size.state_bytes,
+        share * _flops(report.train_tokens, report.trained_tokens, size, model) / rate * _BESIDE_PRODUCTS,
+        report.warnings,
+    )
+
+
+def _flops(tokens: int, trained_tokens: int, size: JobSize, model: Footprint) -> float:
+    """Of the products: forward and input gradient, 2 each a weight; no weight gradient but the adapter's."""
+    return tokens * (4 * model.layer_weights + size.flops_per_token) + trained_tokens * 4 * model.head_weights
+
+
+def _products_per_s(training: TrainingRun, model: Footprint) -> float:
+    """Floating-point operations a second of a product as wide as the model's, measured for a fifth of a second."""
+    run = training.run
+    device = choose_device(run.device)
+    dtype = choose_dtype(run.dtype, device)
+    if run.threads is not None:
+        torch.set_num_threads(run.threads)
+    inner, outer = max(model.attach_points.values(), key=lambda shape: shape[0] * shape[1])
+    rows = torch.ones(_RATE_ROWS, inner, dtype=dtype, device=device)
+    weight = torch.ones(inner, outer, dtype=dtype, device=device)
+    float((rows @ weight)[0, 0])  # warm
+    began, products = time.perf_counter(), 0
+    while time.perf_counter() - began < _RATE_S:
+        float((rows @ weight)[0, 0])  # waits for the device
+        products += 1
+    return products * 2 * _RATE_ROWS * inner * outer / (time.perf_counter() - began)
+
+
+def _print(estimates: Sequence[Estimate], finished: Sequence[str], admission: Admission | None) -> None:
+    table = grid("job", "examples", "tokens", "trained", "longest", "steps", "parameters", "memory", "time")
+    for one in estimates:
+        steps = f"{one.steps_done}->{one.steps}" if one.steps_done else str(one.steps)
+        counts = (one.examples, one.tokens, one.trained_tokens, one.longest)
+        cells = (*(f"{count:,}" for count in counts), steps, f"{one.parameters:,}", size_text(one.adapter_bytes))
+        table.add_row(one.name, *cells, f"~{duration(one.time_s)}")
+    out = console(sys.stdout)
+    if estimates:
+        out.print(table, soft_wrap=True)
+    for name in finished:
+        print(f"{name}: completed earlier")
+    for one in estimates:
+        for warning in one.warnings:
+            tell(f"{one.name} warning: {warning}")
+    if admission is not None and estimates:
+        print(f"\nmemory: about {_memory(admission)}")
+        whole = sum(one.time_s for one in estimates)
+        print(f"time: about {duration(whole)} in all, estimated from a matrix product measured just now")
+
+
+def _memory(admission: Admission) -> str:
+    states = sum(size.state_bytes for size in admission.sizes)
+    held = admission.process_bytes + admission.model.weights_bytes + states
+    return (
+        f"{size_text(admission.peak_bytes)} of {size_text(admission.limit_bytes)}: "
+        f"base model {size_text(admission.model.weights_bytes)}, adapters {size_text(states)}, activations "
+        f"{size_text(admission.peak_bytes - held)} (up to {admission.fuse_tokens:,} tokens at once), "
+        f"process {size_text(admission.process_bytes)}"
+    )
+
+
+def _as_json(
+    estimates: Sequence[Estimate],
+    finished: Sequence[str],
+    failures: Sequence[Failure],
+    admission: Admission | None,
+) -> dict[str, object]:
+    memory = None
+    if admission is not None:
+        memory = {
+            "limit_bytes": admission.limit_bytes,
+            "peak_bytes": admission.peak_bytes,
+            "base_model_bytes": admission.model.weights_bytes,
+            "process_bytes": admission.process_bytes,
+            "adapter_bytes": sum(size.state_bytes for size in admission.sizes),
+            "fuse_tokens": admission.fuse_tokens,
+        }
+    return {
+        "jobs": [asdict(one) for one in estimates],
+        "finished": list(finished),
+        "failed": [{"name": failure.job.name, "error": failure.error.message} for failure in failures],
+        "memory": memory,
+        "time_s": sum(one.time_s for one in estimates),
+    }

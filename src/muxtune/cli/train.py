@@ -1,0 +1,108 @@
+"""`muxtune train`: the composition point of a run on this machine.
+
+    config -> RunSpec -> TrainingRun -> events -> view -> table or lines, summary, exit status
+
+0: every job is completed. 1: one has failed. 2: the config, the data or a folder is wrong and nothing was trained.
+130: stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from muxtune.cli.errors import print_error
+from muxtune.errors import MuxTuneError
+
+if TYPE_CHECKING:
+    from muxtune.cli.interrupt import StopSignal
+    from muxtune.cli.progress import Progress
+    from muxtune.cli.view import RunView
+    from muxtune.engine.training import TrainingRun
+
+ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of every job, or jobs.NAME.KEY of one."),
+]
+INTERRUPTED = 130
+
+
+def train(
+    config: ConfigFile,
+    sets: Sets = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue what is unfinished.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over in folders that hold a run.")] = False,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Let a job that cannot start fail alone.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: JSON.")] = False,
+) -> None:
+    """Train every job of a config file together on one base model. Ctrl-C saves and stops; --resume goes on."""
+    if resume and overwrite:
+        raise typer.BadParameter("--resume continues a run, --overwrite deletes it: choose one")
+    if as_json and not dry_run:
+        raise typer.BadParameter("--json belongs to --dry-run; a run writes metrics.jsonl")
+    from muxtune.spec.load import load_run
+
+    run = load_run(config, sets or ()).run
+    from muxtune.engine.training import TrainingRun
+
+    training = TrainingRun(run, resume=resume, overwrite=overwrite, keep_going=keep_going)
+    if dry_run:
+        from muxtune.cli.dry_run import print_dry_run
+
+        raise typer.Exit(print_dry_run(training, as_json=as_json))
+    raise typer.Exit(_train(training, [config, *(f"--set={one}" for one in sets or ())]))
+
+
+def _train(training: TrainingRun, arguments: Sequence[str]) -> int:
+    from muxtune.cli.interrupt import StopSignal
+    from muxtune.cli.progress import progress_of
+    from muxtune.cli.summary import ending, print_summary
+    from muxtune.cli.terminal import tell
+    from muxtune.cli.view import RunView
+
+    view = RunView(training.run.jobs)
+    error: MuxTuneError | None = None
+    with (
+        progress_of(view) as progress,
+        StopSignal(lambda: progress.say("stopping at the end of this step; Ctrl-C again stops at once")) as stop,
+    ):
+        training.stop = stop
+        try:
+            _listen(training, view, progress, stop)
+            insisted = False
+        except KeyboardInterrupt:
+            insisted = True
+        except MuxTuneError as caught:
+            if not view.began:
+                raise
+            error = caught
+    for failure in training.failures:
+        print_error(failure.error)
+    if error is not None:
+        print_error(error)
+    if view.began or not insisted:
+        print_summary(view, training.run.output_dir)
+    if insisted or (stop.requested and not all(task.ended for task in view.tasks.values())):
+        tell(_how_to_resume(insisted, view.began, arguments))
+        return INTERRUPTED
+    tell(ending(view))
+    return 1 if error is not None or view.with_state("failed") else 0
+
+
+def _listen(training: TrainingRun, view: RunView, progress: Progress, stop: StopSignal) -> None:
+    for event in training.events():
+        view.hear(event)
+        progress.hear(event)
+        stop.graceful = stop.graceful or view.began
+
+
+def _how_to_resume(insisted: bool, began: bool, arguments: Sequence[str]) -> str:
+    if not began:
+        return "stopped; nothing was trained"
+    saved = "stopped at once; the newest checkpoints stay" if insisted else "stopped; every task is saved"
+    return f"{saved}. Continue with: muxtune train {shlex.join(arguments)} --resume"

@@ -1,0 +1,57 @@
+"""An adapter folder as a folder of its own: without the run around it, and under another name of its base if asked.
+
+The boundary: files; tensors are copied as they are. Read as untrusted input, written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from muxtune.durable import staged_folder
+from muxtune.errors import AdapterError
+from muxtune.peft.card import card
+from muxtune.peft.folder import (
+    CARD_FILE,
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    carried_files,
+    check_public_name,
+    read_config,
+    read_manifest,
+)
+from muxtune.peft.untrusted import SafetensorsFile
+
+
+def copy_adapter(folder: Path, dest: Path, *, base_name: str | None = None) -> None:
+    """Copy the adapter in `folder` to the new folder `dest`; `base_name` is what its config shall call its base.
+
+    Raises:
+        AdapterError: no adapter there, or one that is damaged or unsafe; `dest` holds something; the name is a path.
+    """
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise AdapterError("there is something already", where=str(dest), hint="choose a new folder")
+    config, manifest = dict(read_config(folder)), read_manifest(folder)
+    with SafetensorsFile(folder / WEIGHTS_FILE):
+        pass  # a header that describes exactly its bytes
+    own = [folder / name for name in (MANIFEST_FILE, CARD_FILE) if (folder / name).is_file()]
+    with staged_folder(dest, key_file=CONFIG_FILE) as staging:
+        for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE, *own, *carried_files(folder)):
+            if file.is_symlink():
+                raise AdapterError("a symbolic link", where=str(file), hint="copy the file itself into the folder")
+            (staging / file.name).write_bytes(file.read_bytes())
+        if base_name is None:
+            return
+        check_public_name(base_name)
+        config["base_model_name_or_path"] = base_name
+        (staging / CONFIG_FILE).write_text(_json(config), encoding="utf-8")
+        if manifest is not None:
+            renamed = replace(manifest, base=replace(manifest.base, name=base_name))
+            (staging / MANIFEST_FILE).write_text(_json(renamed.to_json()), encoding="utf-8")
+            (staging / CARD_FILE).write_text(card(config, renamed), encoding="utf-8")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -92,6 +92,10 @@ def _note(key: str, value: object, origin: Origin) -> str:
 
 
 def _scalar(value: object) -> str:
-    """A value, or a list of values, on one line of YAML."""
-    text: str = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True)
+    """A value, or a list of values, on one line of YAML.
+
+    Text that YAML would fold or lose as it stands (U+0085 and other line breaks of Unicode) is escaped.
+    """
+    readable = str(value).isprintable()
+    text: str = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=readable)
     return text.strip()[1:-1]

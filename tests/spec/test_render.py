@@ -89,3 +89,10 @@ def test_any_run_survives_yaml(some: list[JobSpec]) -> None:
     yaml.safe_load(text)
     if all(_from_nowhere(path) for path in given_paths):
         assert load_run(write(Path(), text)).run == run
+
+
+@pytest.mark.parametrize("text", ["\x85", "a\u2028b", "a\nb", "\x07", "é😀", "it's", 'say "x"', " ", "#", "- a"])
+def test_odd_text_survives_yaml(text: str) -> None:
+    job = JobSpec(name="a", datasets=("x",), sample_prompts=(text, "plain"))  # type: ignore[arg-type]
+    run = RunSpec(base_model="m", output_dir="o", jobs=(job,))
+    assert load_run(write(Path(), render_yaml(ResolvedRun(run, Table())))).run == run

@@ -94,8 +94,11 @@ def _note(key: str, value: object, origin: Origin) -> str:
 def _scalar(value: object) -> str:
     """A value, or a list of values, on one line of YAML.
 
-    Text that YAML would fold or lose as it stands (U+0085 and other line breaks of Unicode) is escaped.
+    Text that YAML would fold or lose as it stands - line breaks, Unicode's among them - is quoted and escaped.
     """
-    readable = str(value).isprintable()
-    text: str = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=readable)
+    texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+    style = None if all(item.isprintable() for item in texts) else '"'
+    text: str = yaml.safe_dump(
+        [value], default_flow_style=True, default_style=style, width=float("inf"), allow_unicode=style is None
+    )
     return text.strip()[1:-1]

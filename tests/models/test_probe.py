@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from muxtune.errors import ModelError
 from muxtune.models import attention, probe
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import check_support, model_logits, rows_invariant
-from tests.tiny import SUPPORTED, tiny_model
+from tests.tiny import SUPPORTED, tiny_config, tiny_model
 from tests.tiny_tokenizer import VOCAB
 
 
@@ -105,6 +105,15 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 @pytest.mark.parametrize("arch", SUPPORTED)
 def test_rows_are_invariant_on_this_machine(arch: str, dtype: torch.dtype) -> None:
     assert rows_invariant(Backbone(tiny_model(arch, dtype=dtype)))
+
+
+@pytest.mark.parametrize("width", [53, 84])
+def test_rows_that_do_not_begin_at_a_cache_line_are_found_out(width: int) -> None:
+    """A task's slice of rows is then aligned one way alone and another way beside others."""
+    config = tiny_config("llama")
+    config.intermediate_size = width
+    model = AutoModelForCausalLM.from_config(config)
+    assert not rows_invariant(Backbone(model))
 
 
 def test_a_product_whose_rows_depend_on_the_batch_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

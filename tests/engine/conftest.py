@@ -24,6 +24,13 @@ def disk() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def cache() -> Iterator[Path]:
+    """A cache of tokens for all runs in this process."""
+    with scratch() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
 def trainer() -> Iterator[Trainer]:
     """A process that starts others that train."""
     with scratch() as folder:

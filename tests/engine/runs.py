@@ -14,12 +14,15 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from muxtune.engine.training import TrainingRun
+from muxtune.spec.event import RunEvent, StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
 from muxtune.spec.run import RunSpec
 from tests.engine.trainer import Order
@@ -106,6 +109,31 @@ def job(data: Path, name: str, like: str | None = None, **changes: Any) -> JobSp
 
 def run_of(model: Path, output: Path, jobs: Sequence[JobSpec], **keys: Any) -> RunSpec:
     return RunSpec(base_model=str(model), output_dir=str(output), jobs=tuple(jobs), **keys)
+
+
+def train(run: RunSpec, **options: Any) -> list[RunEvent]:
+    """The whole run in this process; `options` are a `TrainingRun`'s."""
+    return list(TrainingRun(run, **options).events())
+
+
+def stop_after(rounds: int) -> Callable[[], bool]:
+    """A `stop` that says so once `rounds` rounds are done."""
+    asked = count()
+    return lambda: next(asked) >= rounds
+
+
+def steps_of(events: Iterable[RunEvent], name: str) -> list[int]:
+    return [event.step for event in events if isinstance(event, StepResult) and event.task == name]
+
+
+def losses_of(events: Iterable[RunEvent], name: str) -> list[float]:
+    return [event.loss for event in events if isinstance(event, StepResult) and event.task == name]
+
+
+def told(events: Iterable[RunEvent], name: str) -> list[str]:
+    """The kinds of a task's events but for its checkpoints and its place in the queue."""
+    kinds = [event.kind for event in events if isinstance(event, TaskEvent) and event.task == name]
+    return [kind for kind in kinds if kind not in ("checkpoint", "queued")]
 
 
 @dataclass(frozen=True, slots=True)

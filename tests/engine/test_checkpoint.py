@@ -234,11 +234,11 @@ def test_only_the_newest_are_kept(backbone: Backbone, tmp_path: Path) -> None:
 def test_damaged_ones_do_not_crowd_out_whole_ones(backbone: Backbone, saved: Path) -> None:
     """The newest is damaged, the run went on from the one before: what it saves now is what must be kept."""
     truncate(saved / "step-00000004" / "adapter.safetensors")
+    checkpoint.cut(saved, 2)
+    assert names(saved) == ["step-00000002"]
     _, task = task_at(backbone, 3)
-    checkpoint.save(saved, task, GROUND, keep=1)
-    assert names(saved) == ["step-00000003"]
-    found = checkpoint.newest(saved)
-    assert found is not None and found.state.step == 3
+    checkpoint.save(saved, task, GROUND, keep=2)
+    assert names(saved) == ["step-00000002", "step-00000003"]
 
 
 def test_a_step_is_saved_once_unless_it_is_damaged(backbone: Backbone, saved: Path) -> None:

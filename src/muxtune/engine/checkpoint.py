@@ -89,7 +89,8 @@ def save(folder: Path, task: Task, ground: Ground, *, keep: int) -> Path:
         (staging / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
         hashes = {name: _sha256(staging / name) for name in (_ADAPTER, _OPTIMIZER, _STATE)}
         (staging / _MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
-    _drop_others(folder, task.step, keep)
+    for old in _folders(folder)[keep:]:
+        discard(old)
     return path
 
 
@@ -117,6 +118,13 @@ def read(path: Path) -> Checkpoint:
         return _read(path)
     except _DamagedError as reason:
         raise CheckpointError(f"is not a whole checkpoint: {reason}", where=str(path)) from None
+
+
+def cut(folder: Path, step: int) -> None:
+    """Remove what lies beyond `step`, from which the run goes on: the damaged, which must not count as kept ones."""
+    for path in _folders(folder):
+        if _step(path) > step:
+            discard(path)
 
 
 def restore(task: Task, checkpoint: Checkpoint, ground: Ground) -> None:
@@ -158,14 +166,6 @@ def _check_ground(old: Ground, new: Ground, where: str) -> None:
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, object]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _drop_others(folder: Path, step: int, keep: int) -> None:
-    """All but the newest `keep` up to `step`. One beyond it is damaged: the run would have gone on from there."""
-    folders = _folders(folder)
-    beyond = [path for path in folders if _step(path) > step]
-    for path in (*beyond, *folders[len(beyond) + keep :]):
-        discard(path)
 
 
 def _folders(folder: Path) -> list[Path]:

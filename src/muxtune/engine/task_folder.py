@@ -91,6 +91,7 @@ class TaskFolder:
             sweep(path / CHECKPOINTS)
             folder._set_status("queued", step)
             _write_origin(path, origin)
+            checkpoint.cut(path / CHECKPOINTS, step)
             folder._metrics.cut(step)
             folder._samples.cut(step)
             _cut_half_line(path / EVENTS)
@@ -141,7 +142,7 @@ def holds_run(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except NotADirectoryError:
-        return True
+        return path.exists()  # a file; false where a folder above it is one
 
 
 def status_of(path: Path) -> str:

@@ -1,0 +1,30 @@
+"""The documents name what there is: every key, every alias; and nothing they link to is missing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from muxtune.spec.aliases import JOB_ALIASES, PACKING, PEFT_ALIASES, REFUSED, RUN_ALIASES
+from muxtune.spec.job import JobSpec
+from muxtune.spec.run import RunSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_every_key_and_alias_is_documented() -> None:
+    text = (ROOT / "docs" / "config.md").read_text()
+    named = set(re.findall(r"`([A-Za-z0-9_.]+)`", text))
+    aliases = {alias.name for alias in (*RUN_ALIASES, *JOB_ALIASES, *PEFT_ALIASES)}
+    expected = {*JobSpec.model_fields, *RunSpec.model_fields, *aliases, *PACKING, *REFUSED}
+    assert expected - named == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", path.read_text())
+    missing = [target for target in targets if not (path.parent / target).exists()]
+    assert not missing

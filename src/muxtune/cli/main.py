@@ -1,7 +1,7 @@
 """The command line `muxtune`: which command is which, and how each ends.
 
 Commands live in modules of their own and import what they need when they run, so `--help` loads neither torch nor
-pydantic nor rich. Exit status: 0 done, 1 a job failed or a check said no, 2 usage, config or data, 130 interrupted.
+tokenizers nor rich. Exit status: 0 done, 1 a job failed or a check said no, 2 usage, config or data, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class TaskView:
         if event.kind in ("started", "resumed"):
             self.pace.start(now_s)
         if event.kind in _ENDED:
-            self.state, self.message = event.kind, event.message
+            self.state, self.step, self.message = event.kind, event.step, event.message
             self.earlier = bool(event.data.get("earlier"))
         if isinstance(total := event.data.get("total_steps"), int):
             self.total = total

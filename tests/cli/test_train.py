@@ -1,0 +1,183 @@
+"""`muxtune train`, run as users run it: what it prints where, what it leaves, and how it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.projects import ESCAPE, TRAINED, rows, status, write_config
+from tests.cli.shell import Shell, Terminal
+
+STEP = re.compile(r"sql step=2/4 epoch=0\.67 loss=\d+\.\d{4} lr=1\.5e-02 grad_norm=\d+\.\d{2} tok/s=\d+")
+ONE = {"sql": TRAINED["sql"]}
+
+
+def test_a_run_in_a_pipe(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    jobs = {**ONE, "chat": {**TRAINED["chat"], "max_steps": 3}}
+    write_config(project / "pipe.yaml", tiny_llama, "pipe", jobs)
+    ended = shell.run("train", "pipe.yaml", FORCE_COLOR="1")
+    assert ended.code == 0
+    assert not ESCAPE.search(ended.out + ended.err)
+    lines = ended.err.splitlines()
+    assert any(STEP.fullmatch(line) for line in lines)
+    assert "sql started step=0/4" in lines and "chat completed step=3/3: pipe/chat" in lines
+    assert any(re.fullmatch(r"sql eval step=4/4 loss=\d\.\d{4} accuracy=0\.\d{3}", line) for line in lines)
+    assert lines[-1] == "2 of 2 jobs completed"
+    assert not any("Is 3 a number" in line for line in lines), "text of an example in the log"
+    table, _, samples = ended.out.partition("\n\n")
+    assert [line.split()[:3] for line in table.splitlines()[1:]] == [
+        ["sql", "completed", "4/4"],
+        ["chat", "completed", "3/3"],
+    ]
+    assert samples.startswith("chat > Is 3 a number?\n")
+
+
+def test_what_a_run_leaves(trained: Path) -> None:
+    folder = trained / "sql"
+    assert {row["train/global_step"] for row in rows(folder) if "train/loss" in row} == {1, 2, 3, 4}
+    assert [row["train/global_step"] for row in rows(folder) if "eval/loss" in row] == [2, 4]
+    with open(folder / "metrics.csv", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 6
+    assert status(folder) == "completed"
+    assert (folder / "adapter_model.safetensors").exists()
+    (sample,) = rows(trained / "chat", "samples.jsonl")
+    assert sample["step"] == 40 and sample["prompt"] == "Is 3 a number?" and sample["reply"] == "yes"
+    assert not (folder / "samples.jsonl").exists()
+
+
+def test_a_folder_that_holds_a_run(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    write_config(project / "again.yaml", tiny_llama, "again", ONE)
+    assert shell.run("train", "again.yaml").code == 0
+    before = (project / "again/sql/adapter_model.safetensors").stat().st_mtime_ns
+    refused = shell.run("train", "again.yaml")
+    assert (refused.code, refused.out) == (2, "")
+    assert (
+        refused.err
+        == "error: again/sql: this folder holds a run already\n  continue it with --resume, or --overwrite\n"
+    )
+    resumed = shell.run("train", "again.yaml", "--resume")
+    assert resumed.code == 0 and "sql completed earlier: again/sql" in resumed.err
+    assert (project / "again/sql/adapter_model.safetensors").stat().st_mtime_ns == before
+    changed = shell.run("train", "again.yaml", "--resume", "--set", "learning_rate=1e-3")
+    assert changed.code == 2 and "learning_rate: 0.02 -> 0.001" in changed.err
+    started = shell.run("train", "again.yaml", "--overwrite", "--set", "jobs.sql.max_steps=2")
+    assert started.code == 0
+    assert {row["train/global_step"] for row in rows(project / "again/sql")} == {1, 2}
+
+
+def test_one_job_fails_the_others_complete(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    jobs = {**ONE, "wild": {"datasets": ["data/sql.jsonl"], "learning_rate": 1e30}}
+    write_config(project / "wild.yaml", tiny_llama, "wild", jobs)
+    ended = shell.run("train", "wild.yaml")
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == "1 of 2 jobs completed; failed: wild"
+    assert re.search(r"wild failed at step \d: .*\[non_finite_\w+\]", ended.err)
+    assert re.search(r"^wild +failed .*\b(loss|gradient|weight)", ended.out, re.M)
+    assert status(project / "wild/sql") == "completed" and status(project / "wild/wild") == "failed"
+
+
+def test_one_bad_file(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    jobs = {**ONE, "bad": {"datasets": ["data/bad.jsonl"]}, "gone": {"datasets": ["data/gone.jsonl"]}}
+    write_config(project / "bad.yaml", tiny_llama, "bad", jobs)
+    refused = shell.run("train", "bad.yaml")
+    assert refused.code == 2 and refused.out == ""
+    assert "line 2: " in refused.err and "line 3: " in refused.err and "data/gone.jsonl" in refused.err
+    assert not (project / "bad/sql").exists()
+    kept = shell.run("train", "bad.yaml", "--keep-going")
+    assert kept.code == 1 and kept.err.splitlines()[-1] == "1 of 3 jobs completed; failed: bad, gone"
+    assert "line 2: " in kept.err and "Traceback" not in refused.err + kept.err
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"memory_limit": "1M"}, r"jobs\.sql: does not fit into memory: its longest batch \(\d+ tokens at once\)"),
+        ({"memory_limit": "1M"}, r"of 1\.0 MB there are 0 B left beside the process \(\d+\.\d MB\), the base model"),
+        ({"device": "cuda"}, r"device: there is no CUDA device here"),
+        ({"base_model": "smollm2-135m-instrukt"}, r"there is no model 'smollm2-135m-instrukt'"),
+    ],
+)
+def test_what_cannot_run_is_refused_first(
+    keys: dict[str, str], told: str, shell: Shell, project: Path, tiny_llama: Path
+) -> None:
+    write_config(project / "no.yaml", tiny_llama, "no", ONE, **keys)
+    ended = shell.run("train", "no.yaml")
+    assert ended.code == 2 and re.search(told, ended.err) and "Traceback" not in ended.err
+    assert not (project / "no/sql").exists()
+
+
+def test_an_unwritable_output(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    (project / "file").touch()
+    write_config(project / "file.yaml", tiny_llama, "file/runs", ONE)
+    ended = shell.run("train", "file.yaml")
+    assert ended.code == 2 and "error: output_dir: cannot be written" in ended.err
+
+
+def test_a_prompt_that_cannot_be_answered_costs_a_warning(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    jobs = {"sql": {**TRAINED["sql"], "sample_prompts": ["word " * 300]}}
+    write_config(project / "long.yaml", tiny_llama, "long", jobs)
+    ended = shell.run("train", "long.yaml")
+    assert ended.code == 0 and "sql warning: sample_prompts: the prompt has" in ended.err
+    assert not (project / "long/sql/samples.jsonl").exists()
+
+
+def test_dry_run(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    write_config(
+        project / "dry.yaml", tiny_llama, "dry", {**TRAINED, "long": {"datasets": ["data/sql.jsonl"], "max_length": 30}}
+    )
+    ended = shell.run("train", "dry.yaml", "--dry-run")
+    assert ended.code == 0 and not (project / "dry").exists()
+    assert ended.out.splitlines()[0].split() == [
+        "job",
+        "examples",
+        "tokens",
+        "trained",
+        "longest",
+        "steps",
+        "parameters",
+        "memory",
+        "time",
+    ]
+    assert re.search(r"memory: about \d+\.\d MB of .*: base model \d+ kB, adapters \d+ kB", ended.out)
+    assert (
+        "long warning: 6 examples longer than 30 tokens, truncated: data/sql.jsonl lines 1, 2, 3, 4, 5, 6" in ended.err
+    )
+    found = json.loads(shell.run("train", "dry.yaml", "--dry-run", "--json").out)
+    by_name = {job["name"]: job for job in found["jobs"]}
+    sql = by_name["sql"]
+    assert (sql["examples"], sql["steps"], sql["begins"]) == (6, 4, "new")
+    # r 2 on q [48 -> 64] and v [48 -> 32] of two layers; 16 bytes each: value, gradient, two moments
+    assert sql["parameters"] == 2 * 2 * ((48 + 64) + (48 + 32)) and sql["adapter_bytes"] == 16 * sql["parameters"]
+    assert 0 < sql["trained_tokens"] < sql["tokens"] and by_name["long"]["longest"] == 30
+    assert found["memory"]["peak_bytes"] < found["memory"]["limit_bytes"]
+
+
+def test_dry_run_of_what_is_there(shell: Shell, trained: Path, project: Path) -> None:
+    ended = shell.run("train", "trained.yaml", "--dry-run", "--resume", "--json")
+    found = json.loads(ended.out)
+    assert ended.code == 0 and found["finished"] == ["chat", "sql"] and found["jobs"] == []
+    assert shell.run("train", "trained.yaml", "--dry-run").code == 2
+
+
+def test_the_table_on_a_terminal(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    write_config(project / "tty.yaml", tiny_llama, "tty", ONE)
+    terminal = Terminal()
+    ended = shell.start(["train", "tty.yaml", "--set", "max_steps=30"], terminal=terminal).wait()
+    screen = terminal.read()
+    terminal.close()
+    assert ended.code == 0
+    assert ESCAPE.search(screen) and "1 job" in screen and "1 running" in screen and "30/30" in screen
+    assert "grad_norm=" not in screen
+
+
+def test_a_terminal_without_colour(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    write_config(project / "mono.yaml", tiny_llama, "mono", ONE)
+    terminal = Terminal()
+    ended = shell.start(["train", "mono.yaml"], terminal=terminal, environment={"NO_COLOR": "1"}).wait()
+    screen = terminal.read()
+    terminal.close()
+    assert ended.code == 0 and not ESCAPE.search(screen) and "sql step=4/4" in screen

@@ -227,11 +227,9 @@ def to_shell(pick: Picker) -> Iterator[Pair]:
         yield f"copy {file} to {folder}", f"cp {file} {folder}/"
         yield f"rename {file} to {other}", f"mv {file} {other}"
         yield f"show the first {count} lines of {file}", f"head -n {count} {file}"
-        yield f"show the last {count} lines of {file}", f"tail -n {count} {file}"
         yield f"count the lines of {file}", f"wc -l {file}"
         yield f"find {word} in {file}", f'grep "{word}" {file}'
         yield f"delete {file}", f"rm {file}"
-        yield f"how big is {folder}?", f"du -sh {folder}"
 
 
 REVIEWED = words(

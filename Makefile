@@ -32,10 +32,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/bench.py $(ARGS)
+	$(BIN)/python -m benchmarks.bench $(ARGS)
 
 check-gpu: $(STAMP)
-	$(BIN)/python benchmarks/check_gpu.py $(ARGS)
+	$(BIN)/python -m benchmarks.check_gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

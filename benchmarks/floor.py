@@ -1,20 +1,19 @@
-"""The floor: the measured time of exactly the matrix products a step cannot do without, and of the optimizer's bytes.
+"""The floor as a side of the race: exactly the matrix products a step cannot do without, and the optimizer's bytes.
 
 For every linear layer that carries an adapter: the forward product and the gradient of its input (not where the input
 is the embeddings: nothing below the lowest adapter needs one), the adapter's two products forward and its four
 backward; and for trained positions only, the head's product and its input gradient. Each runs over the model's own
-weights in the order of a pass, so that they come from memory as they do in training, into buffers that exist. Rows are
-the ones really needed: real tokens, all tasks together or task by task. Attention's products, elementwise work and
-allocation are left out, so the floor cannot be reached; how far one is above it is the figure that matters.
+weights in the order of a pass, so that they come from memory as they do in training, into buffers that exist, in the
+storage order that measured fastest. Rows are the ones really needed: real tokens, all tasks together or task by task.
+Attention's products, elementwise work and allocation are left out, so the floor cannot be reached; the share of it
+that a side reaches is the figure that matters.
 
-The optimizer's part is bytes over measured bandwidth: AdamW reads weight, gradient and two moments and writes three.
+The optimizer's part is a copy of as many bytes as AdamW moves: it reads weight, gradient and two moments, writes three.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,22 +34,10 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """Seconds of one step of all tasks."""
-
-    gemm_s: float
-    optimizer_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.gemm_s + self.optimizer_s
-
-
-@dataclass(frozen=True, slots=True)
 class _Linear:
     weight_OI: Tensor
     a_RI: Tensor
-    b_OR: Tensor
+    b_RO: Tensor
     input_gradient: bool
 
 
@@ -67,7 +54,7 @@ class GemmPass:
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and module is not head
         ]
-        self._buffers: dict[tuple[int, int, str], Tensor] = {}
+        self._buffers: dict[tuple[int, str], Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +64,7 @@ class GemmPass:
     @property
     def adapter_parameters(self) -> int:
         """Trainable parameters of one task."""
-        return sum(linear.a_RI.numel() + linear.b_OR.numel() for linear in self._linears)
+        return sum(linear.a_RI.numel() + linear.b_RO.numel() for linear in self._linears)
 
     def run(self, rows: Rows) -> None:
         """Every product of one pass once."""
@@ -99,7 +86,7 @@ class GemmPass:
         for x_tI, y_tO in zip(x_TI.split(tokens), y_TO.split(tokens), strict=True):
             h_tR = self._buffer(len(x_tI), self._r, "h")
             torch.mm(x_tI, linear.a_RI.t(), out=h_tR)
-            y_tO.addmm_(h_tR, linear.b_OR.t())
+            y_tO.addmm_(h_tR, linear.b_RO)
 
     def _backward(self, linear: _Linear, total: int, tokens: Sequence[int]) -> None:
         outputs, inputs = linear.weight_OI.shape
@@ -110,66 +97,58 @@ class GemmPass:
         parts = zip(x_TI.split(tokens), g_TO.split(tokens), dx_TI.split(tokens), strict=True)
         for x_tI, g_tO, dx_tI in parts:
             h_tR, dh_tR = self._buffer(len(x_tI), self._r, "h"), self._buffer(len(x_tI), self._r, "dh")
-            torch.mm(g_tO.t(), h_tR, out=self._buffer(outputs, self._r, "db"))
-            torch.mm(g_tO, linear.b_OR, out=dh_tR)
+            torch.mm(h_tR.t(), g_tO, out=self._buffer(self._r, outputs, "db"))
+            torch.mm(g_tO, linear.b_RO.t(), out=dh_tR)
             torch.mm(dh_tR.t(), x_tI, out=self._buffer(self._r, inputs, "da"))
             if linear.input_gradient:
                 dx_tI.addmm_(dh_tR, linear.a_RI)
 
     def _buffer(self, rows: int, columns: int, role: str) -> Tensor:
-        key = (rows, columns, role)
-        if key not in self._buffers:
+        """The first rows of the one buffer of this width and role, which grows to the most rows asked for."""
+        held = self._buffers.get((columns, role))
+        if held is None or len(held) < rows:
             like = self._head_VD
-            self._buffers[key] = torch.full((rows, columns), 1e-3, dtype=like.dtype, device=like.device)
-        return self._buffers[key]
+            held = torch.full((rows, columns), 1e-3, dtype=like.dtype, device=like.device)
+            self._buffers[columns, role] = held
+        return held[:rows]
 
 
-def floor_of(load: Load, step: int, model: PreTrainedModel, *, r: int, fused: bool, repeats: int = 5) -> Floor:
-    """The floor of one step of the load: all tasks in one pass, or each in its own. Median of `repeats`."""
-    passes = GemmPass(model, r=r)
-    per_task = [_rows(load, task, step) for task in range(len(load.tasks))]
-    if fused:
-        tokens = tuple(count for rows in per_task for count in rows.tokens)
-        per_task = [Rows(tokens, sum(rows.trained for rows in per_task))]
+class FloorSide:
+    """`step(s)` does what step s of the load cannot do without: all tasks in one pass, or each in its own."""
 
-    def all_passes() -> None:
-        for rows in per_task:
-            passes.run(rows)
+    def __init__(self, load: Load, model: PreTrainedModel, *, r: int, fused: bool) -> None:
+        self._load = load
+        self._fused = fused
+        self._passes = GemmPass(model, r=r)
+        words = self._passes.adapter_parameters * OPTIMIZER_ACCESSES // 2  # a copied word is read and written
+        self._moved = torch.ones(words, device=self._passes.device), torch.ones(words, device=self._passes.device)
+        every = [rows for step in range(load.steps) for rows in self.rows(step)]
+        largest = Rows((max(sum(rows.tokens) for rows in every),), max(rows.trained for rows in every))
+        self._passes.run(largest)  # all buffers exist before anything is measured
 
-    words = passes.adapter_parameters * len(load.tasks) * OPTIMIZER_ACCESSES
-    return Floor(_median_s(all_passes, repeats), words * 4 / bandwidth_bytes_per_s(passes.device))
+    def step(self, index: int) -> None:
+        """The products, then each task's optimizer bytes."""
+        for rows in self.rows(index):
+            self._passes.run(rows)
+        source, target = self._moved
+        for _ in self._load.tasks:
+            target.copy_(source)
 
-
-def bandwidth_bytes_per_s(device: torch.device) -> float:
-    """Bytes read plus bytes written per second by a copy too large for any cache."""
-    source = torch.ones(64 * 1024 * 1024, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / _median_s(lambda: target.copy_(source), 5)
-
-
-def _rows(load: Load, task: int, step: int) -> Rows:
-    batch = load.tasks[task][step]
-    return Rows((sum(map(len, batch)),), sum(sequence.trained_tokens for sequence in batch))
+    def rows(self, index: int) -> tuple[Rows, ...]:
+        """The passes of a step."""
+        batches = [task[index] for task in self._load.tasks]
+        alone = [Rows((sum(map(len, batch)),), sum(one.trained_tokens for one in batch)) for batch in batches]
+        if not self._fused:
+            return tuple(alone)
+        return (Rows(tuple(rows.tokens[0] for rows in alone), sum(rows.trained for rows in alone)),)
 
 
 def _with_adapter(weight_OI: Tensor, r: int, *, input_gradient: bool) -> _Linear:
     outputs, inputs = weight_OI.shape
-    a_RI, b_OR = weight_OI.new_full((r, inputs), 1e-3), weight_OI.new_full((outputs, r), 1e-3)
-    return _Linear(weight_OI, a_RI, b_OR, input_gradient)
+    a_RI, b_RO = weight_OI.new_full((r, inputs), 1e-3), weight_OI.new_full((r, outputs), 1e-3)
+    return _Linear(weight_OI, a_RI, b_RO, input_gradient)
 
 
 def _reads_embeddings(name: str) -> bool:
     """Llama's names: the first layer's q, k and v read what no adapter has touched."""
     return "layers.0.self_attn." in name and not name.endswith("o_proj")
-
-
-def _median_s(work: Callable[[], object], repeats: int) -> float:
-    work()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)

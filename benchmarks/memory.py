@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[1]  # where `python -m benchmarks...` finds this p
 READY = "ready"
 HEADROOM = 0.9  # share of the free memory that children may take
 PEFT = "benchmarks.memory:peft_tasks"
+# peft 0.21 asks transformers 5.24 for the property's old name.
+PEFT_NOISE = "`is_gradient_checkpointing` is deprecated"
 Contender = Callable[[Path, int], object]
 
 
@@ -66,7 +68,8 @@ def _shortage(children: Sequence[subprocess.Popen[str]], missing: int, free_byte
 
 
 def _start(contender: str, model: Path, tasks: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.memory", contender, str(model.resolve()), str(tasks)]
+    python = [sys.executable, "-W", f"ignore:{PEFT_NOISE}:FutureWarning"]
+    command = [*python, "-m", "benchmarks.memory", contender, str(model.resolve()), str(tasks)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert child.stdout is not None
     for line in child.stdout:
@@ -92,8 +95,10 @@ def peft_tasks(folder: Path, tasks: int) -> object:
 
     from benchmarks.baselines import Recipe, initial_matrices, many_adapters, task_by_task
     from benchmarks.loads import light
+    from muxtune.models.loading import reading
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with reading("the model", folder):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     recipe = Recipe()
     load = light(1, vocab=model.config.vocab_size, tasks=tasks)
     side = (task_by_task if tasks == 1 else many_adapters)(model, load, recipe, initial_matrices(model, recipe))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import baselines, memory
+from benchmarks import baselines, bench, memory, race
 from benchmarks.baselines import Recipe
-from benchmarks.floor import GemmPass, Rows, floor_of
+from benchmarks.floor import FloorSide, GemmPass, Rows
 from benchmarks.lengths import DATA_SETS, EXAMPLES, measure, stored_lengths
 from benchmarks.loads import light, non_uniform
+from benchmarks.sides import EngineSide, engine_side, muxtune_tasks
 from benchmarks.timing import Timings, interleave, ratio
+from muxtune.plan.types import MicroBatch
 from tests.contenders import HELD_BYTES
+from tests.engine.build import backbone_of
 from tests.reference import LoraPair, ReferenceTask, train_reference
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import VOCAB
@@ -153,19 +159,111 @@ def test_the_floor_runs_the_products_of_a_pass(monkeypatch: pytest.MonkeyPatch) 
     assert passes.adapter_parameters == sum(4 * sum(shape) for shape in linears.values())
 
 
-def test_fused_runs_all_rows_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, load = tiny_model("llama"), non_uniform(1, vocab=VOCAB)
+def test_the_floor_has_the_rows_of_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, load = tiny_model("llama"), non_uniform(2, vocab=VOCAB)
     ran: list[Rows] = []
     monkeypatch.setattr(GemmPass, "run", lambda self, rows: ran.append(rows))
-    floor = floor_of(load, 0, model, r=8, fused=True, repeats=1)
-    (fused,) = set(ran)
-    assert sum(fused.tokens) == load.real_tokens(0)
-    assert fused.trained == load.trained_tokens(0)
-    assert floor.total_s == floor.gemm_s + floor.optimizer_s > floor.gemm_s
+    together, alone = (FloorSide(load, model, r=8, fused=fused) for fused in (True, False))
     ran.clear()
-    floor_of(load, 0, model, r=8, fused=False, repeats=1)
-    assert len(ran) == 2 * 8, "once to warm up, once measured, each of eight tasks"
-    assert fused.tokens == tuple(rows.tokens[0] for rows in ran[:8])
+    together.step(1)
+    (fused,) = ran
+    assert sum(fused.tokens) == load.real_tokens(1)
+    assert fused.trained == load.trained_tokens(1)
+    ran.clear()
+    alone.step(1)
+    assert fused.tokens == tuple(rows.tokens[0] for rows in ran)
+    assert fused.trained == sum(rows.trained for rows in ran)
+
+
+def test_the_floor_allocates_before_it_is_measured() -> None:
+    load = non_uniform(3, vocab=VOCAB)
+    side = FloorSide(load, tiny_model("llama"), r=8, fused=True)
+    held = {key: buffer.data_ptr() for key, buffer in side._passes._buffers.items()}
+    for step in range(3):
+        side.step(step)
+    assert held == {key: buffer.data_ptr() for key, buffer in side._passes._buffers.items()}
+
+
+def test_our_sides_train_what_the_baselines_train() -> None:
+    load, recipe = non_uniform(3, vocab=VOCAB, micro_batch=2), Recipe(r=4, learning_rate=1e-2)
+    load = replace(load, tasks=load.tasks[:6])  # RTE is longer than the tiny model's positions
+    backbone = backbone_of("llama")
+    model = tiny_model("llama")
+    init = baselines.initial_matrices(model, recipe)
+    theirs = baselines.task_by_task(model, load, recipe, init)
+    fused = engine_side(backbone, load, recipe, init)
+    alone = engine_side(backbone, load, recipe, init, policy="sequential")
+    for step in range(load.steps):
+        for side in (theirs, fused, alone):
+            side.step(step)
+    assert fused.losses == alone.losses
+    for ours, reference in zip(fused.losses, theirs.losses, strict=True):
+        assert ours == pytest.approx(reference, rel=1e-5)
+
+
+def test_fused_is_one_pass_and_alone_one_a_task() -> None:
+    load = light(1, vocab=VOCAB)
+    passes = {}
+    for policy in ("fuse-all", "sequential"):
+        side = engine_side(backbone_of("llama"), load, Recipe(), policy=policy)
+        schedule = side.engine.schedule([task.participant() for task in side.tasks])
+        passes[policy] = [len(action.items) for action in schedule.actions if isinstance(action, MicroBatch)]
+    assert passes == {"fuse-all": [8], "sequential": [1] * 8}
+
+
+def test_a_race_says_whether_all_trained_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, recipe = light(4, vocab=VOCAB, tasks=2), Recipe(learning_rate=1e-2)
+    fair = race.race(load, backbone_of("llama"), tiny_model("llama"), recipe, default_optimizer=True)
+    assert fair.agrees
+    assert fair.tokens == (32, 32, 32)
+    assert fair.trained_tokens == (16, 16, 16)
+    assert {name for name, side in fair.sides.items() if not side.losses} == {race.FLOOR_FUSED, race.FLOOR_ALONE}
+    assert fair.sides[race.FUSED].tokens_per_s == pytest.approx(32 / fair.sides[race.FUSED].median_s)
+    # A side that skips one step's update is found out.
+    step = EngineSide.step
+    monkeypatch.setattr(EngineSide, "step", lambda side, index: _without_training(side, index, step))
+    assert not race.race(load, backbone_of("llama"), tiny_model("llama"), recipe).agrees
+
+
+def _without_training(side: EngineSide, index: int, step: Callable[[EngineSide, int], None]) -> None:
+    before = [task.adapter.parameters.values.clone() for task in side.tasks]
+    step(side, index)
+    if index == 1:
+        for task, values in zip(side.tasks, before, strict=True):
+            task.adapter.parameters.values.copy_(values)
+
+
+def test_losses_that_are_no_numbers_do_not_agree() -> None:
+    assert race.loss_gap([(1.0, 2.0), (1.0, 2.02)]) == pytest.approx(0.01)
+    assert race.loss_gap([(1.0,), (float("nan"),)]) == float("inf")
+
+
+def test_bench_prints_its_tables_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "MEMORY_TASKS", (1,))
+    monkeypatch.setattr(bench, "OURS", "tests.contenders:hold")
+    monkeypatch.setattr(memory, "PEFT", "tests.contenders:hold")
+    out = tmp_path / "bench" / "one.json"
+    parts = ["--part", "light", "--part", "memory"]
+    status = bench.main([*parts, "--rounds", "2", "--layers", "1", "--model", str(tiny_llama), "--out", str(out)])
+    printed = capsys.readouterr().out
+    assert "muxtune, tasks fused" in printed and "final losses agree" in printed and "PSS GB" in printed
+    document = json.loads(out.read_text())
+    assert status == 0
+    assert document["schema"] == 1
+    assert document["settings"]["layers"] == 1
+    (light_race,) = document["races"]
+    assert light_race["agrees"] is True
+    assert len(light_race["sides"]["muxtune, tasks fused"]["seconds"]) == 2
+    assert all(one["pss_bytes"] > HELD_BYTES for one in document["memory"])
+    assert [one["tasks"] for one in document["memory"]] == [1, 1]
+
+
+def test_our_contender_has_trained_every_task(tiny_llama: Path) -> None:
+    side = muxtune_tasks(tiny_llama, 3)
+    assert [task.step for task in side.tasks] == [1, 1, 1]
+    assert len({task.adapter.parameters.values.data_ptr() for task in side.tasks}) == 3
 
 
 def test_memory_counts_every_process_and_task() -> None:

@@ -1,0 +1,143 @@
+"""`make bench`: tokens per second and memory on SmolLM2-135M, completion-only loss, against transformers + peft.
+
+    python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--rounds N] [--threads N]
+                               [--layers N] [--model NAME] [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
+
+*light*: 8 tasks, a micro-batch of one 16-token example each. *non-uniform*: 8 tasks with the lengths of real data sets,
+micro-batch 4. Both print the floor beside the sides (`race`, `floor`). *memory*: 1, 8 and 32 tasks, each stepped once
+(`memory`; host memory, so on the CPU only). `--layers 2` is a quick look that says nothing about the whole model. The
+JSON that `--out` writes is described in `report`. Exits 1 where the sides' final losses disagree.
+
+About 12 minutes on two quiet cores; anything else that runs meanwhile makes the figures worth less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks import memory
+from benchmarks.baselines import Recipe
+from benchmarks.loads import light, non_uniform
+from benchmarks.machine import describe
+from benchmarks.race import RaceResult, race
+from benchmarks.report import Layout, show_machine, show_memory, show_race, write_json
+from muxtune.engine.load import choose_device, load_backbone
+from muxtune.models.loading import reading
+from muxtune.models.sources import ModelFolder, resolve
+
+PARTS = ("light", "non-uniform", "memory")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MODEL = "smollm2-135m-instruct"
+OURS = "benchmarks.sides:muxtune_tasks"
+MEMORY_TASKS = (1, 8, 32)
+WARMUP = 1
+# A light step takes a tenth of a non-uniform one and is the noisier for it.
+ROUNDS = {"light": 11, "non-uniform": 5}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was asked for. `layers` and `rounds` None: the whole model, and `ROUNDS`."""
+
+    model: str = MODEL
+    parts: tuple[str, ...] = PARTS
+    rounds: int | None = None
+    layers: int | None = None
+    device: str = "cpu"
+    dtype: str = "fp32"
+
+
+def run_race(folder: ModelFolder, part: str, settings: Settings) -> RaceResult:
+    """One load on both programs, each with the folder's model loaded its own way."""
+    device, dtype = choose_device(settings.device), DTYPES[settings.dtype]
+    backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+    model = _plain_model(folder, dtype).to(device)
+    steps = WARMUP + (settings.rounds or ROUNDS[part])
+    load = (light if part == "light" else non_uniform)(steps, vocab=backbone.vocabulary)
+    return race(load, backbone, model, Recipe(), warmup=WARMUP, default_optimizer=part == "light")
+
+
+def run_memory(folder: ModelFolder) -> Iterator[Layout]:
+    """One process of ours, as many of transformers + peft as there are tasks, and one with its multi-adapter API."""
+    for tasks in MEMORY_TASKS:
+        yield Layout(tasks, "muxtune, one process", memory.measure(OURS, folder.path, tasks=tasks))
+        many = memory.measure(memory.PEFT, folder.path, tasks=1, processes=tasks)
+        yield Layout(tasks, "transformers + peft, a process a task", many)
+        if tasks > 1:
+            switched = memory.measure(memory.PEFT, folder.path, tasks=tasks)
+            yield Layout(tasks, "transformers + peft, one process, many adapters", switched)
+
+
+@contextmanager
+def model_folder(name: str, layers: int | None) -> Iterator[ModelFolder]:
+    """The model, or a temporary folder that holds its first `layers` layers."""
+    whole = resolve(name)
+    if layers is None:
+        yield whole
+        return
+    with tempfile.TemporaryDirectory() as cut:
+        model = _plain_model(whole, torch.float32, num_hidden_layers=layers)
+        with reading("the cut model", Path(cut)):
+            model.save_pretrained(cut)
+        yield resolve(cut)
+
+
+def _plain_model(folder: ModelFolder, dtype: torch.dtype, **config: int) -> PreTrainedModel:
+    with reading("the model", folder.path):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder.path, dtype=dtype, **config)
+        return model
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; returns the exit status."""
+    options = _parse(arguments)
+    warnings.filterwarnings("ignore", memory.PEFT_NOISE, FutureWarning)
+    settings = Settings(
+        options.model, tuple(options.part or PARTS), options.rounds, options.layers, options.device, options.dtype
+    )
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    console = Console()
+    machine = describe(choose_device(settings.device))
+    show_machine(console, machine)
+    races: list[RaceResult] = []
+    layouts: list[Layout] = []
+    with model_folder(settings.model, settings.layers) as folder:
+        for part in settings.parts:
+            if part == "memory":
+                layouts = list(run_memory(folder))
+                show_memory(console, layouts)
+            else:
+                races.append(run_race(folder, part, settings))
+                show_race(console, races[-1])
+    if options.out is not None:
+        write_json(options.out, machine, asdict(settings), races, layouts)
+    return 0 if all(one.agrees for one in races) else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description="See benchmarks/bench.py.")
+    parser.add_argument("--part", action="append", choices=PARTS, help="again for more; all by default")
+    parser.add_argument("--rounds", type=int, help=f"counted rounds; by default {ROUNDS}")
+    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--layers", type=int, help="the first layers only, for a quick look")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

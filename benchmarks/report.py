@@ -1,0 +1,111 @@
+"""What the benchmark found: tables for a person, JSON for a machine.
+
+The JSON file (`schema` 1):
+
+    {"schema": 1,
+     "machine":  {...}                     benchmarks.machine.Machine
+     "settings": {...}                     benchmarks.bench.Settings
+     "races":    [{...}, ...]              benchmarks.race.RaceResult, one a load, with "agrees"
+     "memory":   [{"tasks": 8,
+                   "layout": "...",
+                   "processes": 1,
+                   "pss_bytes": 0,
+                   "rss_bytes": 0,         benchmarks.memory.Memory
+                   "not_run": null}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import Machine
+from benchmarks.memory import Memory
+from benchmarks.race import PEFT, RaceResult
+from benchmarks.timing import Timings, ratio
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Memory of `tasks` tasks laid out in one way."""
+
+    tasks: int
+    layout: str
+    memory: Memory
+
+
+def show_machine(console: Console, machine: Machine) -> None:
+    """One line, and a warning where somebody else was at work."""
+    console.print(
+        f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 1e9:.0f} GB; device {machine.device}, "
+        f"{machine.threads} threads; torch {machine.torch}, transformers {machine.transformers}, peft {machine.peft}; "
+        f"commit {machine.commit or 'unknown'}",
+        highlight=False,
+    )
+    if machine.load_1min > 1:
+        console.print(f"The machine is busy (load {machine.load_1min}): read the ratios, not the seconds.")
+
+
+def show_race(console: Console, result: RaceResult) -> None:
+    """Sides, then ratios, then whether all trained the same."""
+    table = Table(title=_title(result), title_justify="left")
+    table.add_column("side")
+    for name in ("tokens/s", "s a step", "spread", "x peft"):
+        table.add_column(name, justify="right")
+    yardstick = Timings(result.sides[PEFT].seconds)
+    for name, side in result.sides.items():
+        times = ratio(yardstick, Timings(side.seconds))
+        speed, seconds, spread = f"{side.tokens_per_s:.1f}", f"{side.median_s:.3f}", f"{side.spread:.0%}"
+        table.add_row(name, speed, seconds, spread, f"{times:.2f}")
+    console.print(table)
+    for name, value in result.ratios.items():
+        console.print(f"  {name}: {value:.0%}" if "share" in name else f"  {name}: {value:.2f}x", highlight=False)
+    verdict = "agree" if result.agrees else "DISAGREE"
+    console.print(
+        f"  final losses {verdict}: {result.loss_gap:.1e} apart, {result.loss_tolerance:.0e} allowed", highlight=False
+    )
+
+
+def show_memory(console: Console, layouts: Sequence[Layout]) -> None:
+    """One row a layout, by number of tasks."""
+    table = Table(title="memory after a step of every task, all processes together", title_justify="left")
+    table.add_column("tasks", justify="right")
+    table.add_column("layout")
+    for name in ("PSS GB", "RSS GB"):
+        table.add_column(name, justify="right")
+    for one in layouts:
+        memory = one.memory
+        if memory.not_run is not None:
+            table.add_row(str(one.tasks), one.layout, "not run", memory.not_run)
+        else:
+            table.add_row(str(one.tasks), one.layout, f"{memory.pss_bytes / 1e9:.2f}", f"{memory.rss_bytes / 1e9:.2f}")
+    console.print(table)
+
+
+def write_json(
+    path: Path, machine: Machine, settings: object, races: Sequence[RaceResult], layouts: Sequence[Layout]
+) -> None:
+    """Write the file described above; its folder is made where it is not there."""
+    document = {
+        "schema": SCHEMA,
+        "machine": asdict(machine),
+        "settings": settings,
+        "races": [asdict(race) | {"agrees": race.agrees} for race in races],
+        "memory": [{"tasks": one.tasks, "layout": one.layout} | asdict(one.memory) for one in layouts],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _title(result: RaceResult) -> str:
+    rounds = len(result.tokens)
+    real, trained = sum(result.tokens) / rounds, sum(result.trained_tokens) / rounds
+    tokens = f"{real:.0f} tokens a step, {trained:.0f} trained"
+    return f"{result.load}: {tokens}, padding {result.padding:.2f}x, {rounds} rounds"

@@ -1,13 +1,15 @@
 """A process that runs command lines of muxtune: `python -m tests.cli.shell`.
 
-It imports torch once. Each order - a line of JSON on stdin - is carried out by a forked child, a process of its own with
-its own streams, working folder, environment and (where asked) terminal, which calls the very `main` that the installed
-`muxtune` calls; the answer to "start" is the child's id, the answer to "wait" its exit status. `Shell` is the other side.
+It imports torch once. Each order - a line of JSON on stdin - is carried out by a forked child: a process of its own,
+with its own streams, working folder, environment and (where asked) terminal, which calls the `main` that the installed
+`muxtune` calls. The answer to "start" is the child's id, the answer to "poll" its exit status or null. `Shell` is the
+other side.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import io
 import json
 import os
@@ -25,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COLUMNS, LINES = 100, 24
+_HEAVY = ("muxtune.cli.main", "muxtune.cli.dry_run", "muxtune.cli.progress", "muxtune.engine.training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +148,8 @@ class Shell:
 
 
 def main() -> None:
-    import muxtune.cli.dry_run
-    import muxtune.cli.main
-    import muxtune.cli.progress
-    import muxtune.cli.summary
-    import muxtune.engine.local
-    import muxtune.engine.training
-
+    for module in _HEAVY:
+        importlib.import_module(module)
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "start":
@@ -194,7 +192,7 @@ def _take_streams(order: Mapping[str, str]) -> None:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(order[name], os.O_WRONLY), number)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = open(number, "wb", closefd=False)
+        raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", line_buffering=number == 2 or raw.isatty()))
 
 

@@ -1,0 +1,99 @@
+"""Who fits into memory: refused with the numbers, and rows fused as far as the rest allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from muxtune.data.prepare import PreparedJob, Preparer
+from muxtune.engine.admission import Admission, admit, size_text
+from muxtune.engine.engine import DEFAULT_FUSE_TOKENS
+from muxtune.errors import AdapterError
+from muxtune.models.memory import Footprint
+from tests.engine.runs import job, write_data
+
+ROW, HEAD, WEIGHTS, PROCESS = 1000, 50_000, 2_000_000, 3_000_000
+MODEL = Footprint(WEIGHTS, ROW, 0, HEAD, 0, 0, {"model.layers.0.self_attn.q_proj": (100, 100)})
+ADAPTER = {"peft": {"r": 1, "target_modules": ["q_proj"]}}
+STATE = 16 * (100 + 100)
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreparedJob]:
+    data = write_data(tmp_path_factory.mktemp("data"))
+    preparer = Preparer(tiny_llama)
+    names = {"sql": "sql", "chat": "chat", "one": "sql"}
+    return {
+        name: preparer.prepare(job(data, name, like, **ADAPTER), created=datetime.now(UTC))
+        for name, like in names.items()
+    }
+
+
+def admitted(jobs: Sequence[PreparedJob], free: int) -> Admission:
+    """With `free` bytes beside the process, the weights and the adapters."""
+    limit = PROCESS + WEIGHTS + STATE * len(jobs) + free
+    return admit(jobs, MODEL, dtype=torch.float32, limit_bytes=limit, process_bytes=PROCESS)
+
+
+def widest(one: PreparedJob) -> int:
+    """Rows of the largest batch, when all of it is as long as the longest."""
+    return max(len(sequence) for sequence in one.data.train) * one.job.effective_batch
+
+
+def test_with_memory_to_spare(prepared: dict[str, PreparedJob]) -> None:
+    jobs = list(prepared.values())
+    found = admitted(jobs, 10**9)
+    assert not found.refused and found.fuse_tokens == DEFAULT_FUSE_TOKENS
+    assert [size.job.name for size in found.sizes] == list(prepared)
+    assert all(size.state_bytes == STATE and size.parameters == 200 for size in found.sizes)
+    rows = sum(map(widest, jobs))
+    assert found.peak_bytes == PROCESS + WEIGHTS + STATE * 3 + HEAD + ROW * rows
+
+
+def test_little_memory_fuses_less(prepared: dict[str, PreparedJob]) -> None:
+    jobs = [prepared["sql"], prepared["one"]]
+    rows = widest(jobs[0]) + 10
+    found = admitted(jobs, HEAD + ROW * rows)
+    assert not found.refused and found.fuse_tokens == rows
+    assert found.peak_bytes == found.limit_bytes
+
+
+def test_a_job_that_fits_by_a_byte_and_not_without_it(prepared: dict[str, PreparedJob]) -> None:
+    sql, chat = prepared["sql"], prepared["chat"]
+    assert widest(sql) < widest(chat)
+    need = HEAD + ROW * widest(chat)
+    assert not admitted([sql, chat], need).refused
+    found = admitted([sql, chat], need - 1)
+    ((refused, error),) = found.refused
+    assert refused.name == "chat" and error.where == "jobs.chat"
+    assert f"its longest batch ({widest(chat)} tokens at once) needs about {size_text(need)}" in error.message
+    assert f"base model ({size_text(WEIGHTS)}) and 2 adapters ({size_text(2 * STATE)})" in error.message
+    assert [size.job.name for size in found.sizes] == ["sql"]
+
+
+def test_not_even_the_adapters_fit(prepared: dict[str, PreparedJob]) -> None:
+    found = admitted([prepared["sql"]], -1)
+    assert [refused.name for refused, _ in found.refused] == ["sql"] and not found.sizes
+
+
+def test_targets_that_match_nothing_are_refused_before_a_weight_is_loaded(prepared: dict[str, PreparedJob]) -> None:
+    other = Footprint(WEIGHTS, ROW, 0, HEAD, 0, 0, {"model.layers.0.mlp.fc1": (100, 100)})
+    found = admit([prepared["sql"]], other, dtype=torch.float32, limit_bytes=10**9, process_bytes=0)
+    ((_, error),) = found.refused
+    assert isinstance(error, AdapterError) and "'q_proj'" in error.message
+
+
+def test_fp64_adapters_are_twice_as_large(prepared: dict[str, PreparedJob]) -> None:
+    found = admit([prepared["sql"]], MODEL, dtype=torch.float64, limit_bytes=10**9, process_bytes=0)
+    assert found.sizes[0].state_bytes == 2 * STATE
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1500, "2 kB"), (1_540_000, "1.5 MB"), (2.2e12, "2.2 TB")]
+)
+def test_sizes_are_readable(size: int, text: str) -> None:
+    assert size_text(size) == text

@@ -25,6 +25,8 @@ from tests.engine.runs import (
     scratch,
 )
 
+SAVED_EVERY = {"sql": 4, "chat": 3, "text": 2}  # steps
+
 
 @dataclass(frozen=True, slots=True)
 class Undisturbed:
@@ -47,9 +49,13 @@ def undisturbed(tiny_llama: Path, data: Path, trainer: Trainer) -> Iterator[Undi
         yield Undisturbed(tiny_llama, data, folder / "run", ended)
 
 
-def left_at(output: Path) -> dict[str, int]:
-    """The step from which each task has to go on."""
-    return {name: newest_step(output / name) for name in JOBS}
+def left_at(output: Path, died: Ended | None = None) -> dict[str, int]:
+    """The step from which each task has to go on: at least the last one after which it was saved before it died."""
+    found = {name: newest_step(output / name) for name in JOBS}
+    for name, steps in (died.steps if died else {}).items():
+        executed = steps[-1]["step"]
+        assert found[name] >= (executed - 1) // SAVED_EVERY[name] * SAVED_EVERY[name], f"{name} has lost a checkpoint"
+    return found
 
 
 def assert_goes_on(ended: Ended, begun: Mapping[str, int], undisturbed: Undisturbed) -> None:
@@ -104,8 +110,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
 ) -> None:
     operation, path, nth = MOMENTS[moment]
     run = undisturbed.run(disk / "run")
-    assert trainer.run(run, operation=operation, path=path, nth=nth).code == DIED
-    begun = left_at(disk / "run")
+    killed = trainer.run(run, operation=operation, path=path, nth=nth)
+    assert killed.code == DIED
+    begun = left_at(disk / "run", killed)
     assert_finishes(trainer.run(run, resume=True), begun, disk / "run", undisturbed)
 
 
@@ -151,6 +158,7 @@ def test_killed_again_and_again(undisturbed: Undisturbed, trainer: Trainer, disk
         ended = trainer.run(run, resume=(disk / "run").exists(), operation=operation, path=path, nth=nth)
         assert ended.code == DIED
         assert_goes_on(ended, begun, undisturbed)
+        left_at(disk / "run", ended)
     begun = left_at(disk / "run")
     assert begun == {"sql": 4, "chat": 6, "text": 6}
     assert_finishes(trainer.run(run, resume=True), begun, disk / "run", undisturbed)
@@ -201,7 +209,7 @@ def test_a_full_disk_is_said_and_costs_no_checkpoint(undisturbed: Undisturbed, t
         assert ended.code == 0 and ended.error.startswith("CheckpointError")
         assert "File too large" in ended.error and "free some space" in ended.error
         assert f"{disk}/run/{path.partition('/')[0]}" in ended.error
-        begun = left_at(disk / "run")
+        begun = left_at(disk / "run", ended)
         assert begun["sql"] == 4 and all(begun[name] >= before[name] for name in JOBS)
         assert not list((disk / "run").rglob("*.staged"))
     assert_finishes(trainer.run(run, resume=True), begun, disk / "run", undisturbed)
@@ -226,6 +234,7 @@ def test_a_storm_of_kills(seed: int, undisturbed: Undisturbed, trainer: Trainer,
                 break
             deaths += 1
             assert_goes_on(ended, begun, undisturbed)
+            left_at(output, ended)
         else:
             begun = left_at(output)
             assert_finishes(trainer.run(run, resume=True), begun, output, undisturbed)
@@ -250,8 +259,9 @@ def run_to_a_random_death(run: RunSpec, random_: random.Random, trainer: Trainer
 def test_killed_before_every_single_file_operation(undisturbed: Undisturbed, trainer: Trainer, disk: Path) -> None:
     for nth in range(1, undisturbed.ended.operations + 1):
         run = undisturbed.run(disk / f"run-{nth}")
-        assert trainer.run(run, operation=".*", nth=nth).code == DIED
-        begun = left_at(disk / f"run-{nth}")
+        killed = trainer.run(run, operation=".*", nth=nth)
+        assert killed.code == DIED
+        begun = left_at(disk / f"run-{nth}", killed)
         assert_finishes(trainer.run(run, resume=True), begun, disk / f"run-{nth}", undisturbed)
 
 

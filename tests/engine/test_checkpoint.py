@@ -253,6 +253,13 @@ def test_a_step_is_saved_once_unless_it_is_damaged(backbone: Backbone, saved: Pa
     assert names(saved) == ["step-00000002", "step-00000004"]
 
 
+def test_what_a_killed_process_had_no_time_to_drop_is_dropped(backbone: Backbone, saved: Path) -> None:
+    """It died between writing the newest and removing the oldest, and there is no later step to save."""
+    _, task = task_at(backbone, 4)
+    checkpoint.save(saved, task, GROUND, keep=1)
+    assert names(saved) == ["step-00000004"]
+
+
 def test_a_full_disk_leaves_the_older_ones(backbone: Backbone, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, task = task_at(backbone, 5)
 

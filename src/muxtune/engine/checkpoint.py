@@ -79,16 +79,9 @@ def save(folder: Path, task: Task, ground: Ground, *, keep: int) -> Path:
     Raises OSError (or safetensors' own error) where the disk refuses; the older checkpoints are whole then.
     """
     path = folder / f"step-{task.step:08d}"
-    if _whole(path):
-        return path  # the same step has the same bits
-    discard(path)
-    state = CheckpointState(task.step, task.trained_tokens, task.chunk_tokens, task.data_fingerprint, ground)
-    with staged_folder(path, key_file=_MANIFEST) as staging:
-        save_file(task.adapter.parameters.export(), staging / _ADAPTER)
-        save_file(task.optimizer.moments(), staging / _OPTIMIZER)
-        (staging / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-        hashes = {name: _sha256(staging / name) for name in (_ADAPTER, _OPTIMIZER, _STATE)}
-        (staging / _MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
+    if not _whole(path):  # or else it is there already: the same step has the same bits
+        discard(path)
+        _write(path, task, ground)
     for old in _folders(folder)[keep:]:
         discard(old)
     return path
@@ -147,6 +140,16 @@ def restore(task: Task, checkpoint: Checkpoint, ground: Ground) -> None:
     task.chunk_tokens = state.chunk_tokens
     task.step = state.step
     task.trained_tokens = state.trained_tokens
+
+
+def _write(path: Path, task: Task, ground: Ground) -> None:
+    state = CheckpointState(task.step, task.trained_tokens, task.chunk_tokens, task.data_fingerprint, ground)
+    with staged_folder(path, key_file=_MANIFEST) as staging:
+        save_file(task.adapter.parameters.export(), staging / _ADAPTER)
+        save_file(task.optimizer.moments(), staging / _OPTIMIZER)
+        (staging / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+        hashes = {name: _sha256(staging / name) for name in (_ADAPTER, _OPTIMIZER, _STATE)}
+        (staging / _MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
 
 
 def _check_ground(old: Ground, new: Ground, where: str) -> None:

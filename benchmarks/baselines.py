@@ -51,7 +51,7 @@ class Side(Protocol):
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """One task: its model, its optimizer, its schedule."""
 
     model: PeftModel
@@ -67,7 +67,7 @@ class PeftSide:
 
     load: Load
     recipe: Recipe
-    runs: list[_Run]
+    runs: list[Run]
     switch: bool
     losses: list[list[float]] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class PeftSide:
                 run.model.set_adapter(run.adapter)
             self.losses[task].append(self._train(run, self.load.tasks[task][index]))
 
-    def _train(self, run: _Run, batch: Batch) -> float:
+    def _train(self, run: Run, batch: Batch) -> float:
         inputs = {name: tensor.to(run.model.device) for name, tensor in pad(batch).items()}
         loss: Tensor = run.model(**inputs, use_cache=False).loss
         loss.backward()
@@ -117,6 +117,13 @@ def initial_matrices(model: PreTrainedModel, recipe: Recipe, *, seed: int = 0) -
     }
 
 
+def adapter_matrices(run: Run) -> dict[str, tuple[Tensor, Tensor]]:
+    """A run's live matrices by module of the bare backbone; after a backward pass each has its gradient."""
+    adapter = run.adapter
+    layers = _layers(run.model).items()
+    return {name: (module.lora_A[adapter].weight, module.lora_B[adapter].weight) for name, module in layers}
+
+
 def pad(batch: Batch) -> dict[str, Tensor]:
     """Right-padded ids, attention mask and labels, [B, longest]."""
     width = max(map(len, batch))
@@ -130,7 +137,7 @@ def pad(batch: Batch) -> dict[str, Tensor]:
     return {"input_ids": ids_BL, "attention_mask": attended_BL, "labels": labels_BL}
 
 
-def _run(tuned: PeftModel, adapter: str, recipe: Recipe, init: Matrices) -> _Run:
+def _run(tuned: PeftModel, adapter: str, recipe: Recipe, init: Matrices) -> Run:
     tuned.set_adapter(adapter)
     tuned.train()
     for name, module in _layers(tuned).items():
@@ -146,7 +153,7 @@ def _run(tuned: PeftModel, adapter: str, recipe: Recipe, init: Matrices) -> _Run
         fused=True if recipe.optimizer == "fused" else None,
     )
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=recipe.schedule_steps)
-    return _Run(tuned, adapter, optimizer, scheduler, parameters)
+    return Run(tuned, adapter, optimizer, scheduler, parameters)
 
 
 def _layers(tuned: PeftModel) -> dict[str, LoraLayer]:

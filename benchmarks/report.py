@@ -48,6 +48,7 @@ def show_machine(console: Console, machine: Machine) -> None:
         f"{machine.threads} threads; torch {machine.torch}, transformers {machine.transformers}, peft {machine.peft}; "
         f"commit {machine.commit or 'unknown'}",
         highlight=False,
+        soft_wrap=True,
     )
     if machine.load_1min > 1:
         console.print(f"The machine is busy (load {machine.load_1min}): read the ratios, not the seconds.")

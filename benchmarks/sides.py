@@ -44,17 +44,24 @@ class EngineSide:
 
 
 def engine_side(
-    backbone: Backbone, load: Load, recipe: Recipe, init: Matrices | None = None, *, policy: Policy = "fuse-all"
+    backbone: Backbone,
+    load: Load,
+    recipe: Recipe,
+    init: Matrices | None = None,
+    *,
+    policy: Policy = "fuse-all",
+    plain: bool = False,
+    dropout: float = 0.0,
 ) -> EngineSide:
     """Attach every task of the load to an engine of its own on `backbone`.
 
     Each starts from `init`, or from the engine's own draw.
     """
-    engine = Engine(backbone, policy=policy)
+    engine = Engine(backbone, policy=policy, plain=plain)
     tasks = []
     for number, batches in enumerate(load.tasks):
         sequences = tuple(sequence for batch in batches for sequence in batch)
-        task = engine.attach(_job(f"task{number}", recipe, len(batches[0])), Sequences(sequences))
+        task = engine.attach(_job(f"task{number}", recipe, len(batches[0]), dropout), Sequences(sequences))
         if init is not None:
             task.adapter.load_pairs(init)
         tasks.append(task)
@@ -69,12 +76,12 @@ def muxtune_tasks(folder: Path, tasks: int) -> EngineSide:
     return side
 
 
-def _job(name: str, recipe: Recipe, micro_batch: int) -> JobSpec:
+def _job(name: str, recipe: Recipe, micro_batch: int, dropout: float) -> JobSpec:
     """The recipe as a job. Sequences come ready-made, so the data set it names is never read."""
     return JobSpec(
         name=name,
         datasets=("sequences.jsonl",),
-        peft=Lora(r=recipe.r, lora_alpha=recipe.lora_alpha),
+        peft=Lora(r=recipe.r, lora_alpha=recipe.lora_alpha, lora_dropout=dropout),
         learning_rate=recipe.learning_rate,
         lr_scheduler_type="linear",
         max_grad_norm=recipe.max_grad_norm,

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import baselines, bench, memory, race
+from benchmarks import baselines, bench, check_gpu, memory, numerics, race
 from benchmarks.baselines import Recipe
 from benchmarks.floor import FloorSide, GemmPass, Rows
 from benchmarks.lengths import DATA_SETS, EXAMPLES, measure, stored_lengths
 from benchmarks.loads import light, non_uniform
 from benchmarks.sides import EngineSide, engine_side, muxtune_tasks
 from benchmarks.timing import Timings, interleave, ratio
+from muxtune.models.attach import LinearOp
 from muxtune.plan.types import MicroBatch
 from tests.contenders import HELD_BYTES
 from tests.engine.build import backbone_of
@@ -298,3 +299,25 @@ def test_the_peft_contender_has_trained_every_task(tiny_llama: Path, tasks: int)
     assert [len(losses) for losses in side.losses] == [1] * tasks
     for run in side.runs:
         assert all(run.optimizer.state[parameter]["step"] == 1 for parameter in run.parameters)
+
+
+def test_the_gpu_check_passes_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_gpu.main(["--device", "cpu", "--tiny", "--no-bench"]) == 0
+    printed = capsys.readouterr().out
+    assert "FAIL" not in printed and printed.count("ok   ") == 2 * 10
+    assert "all checks pass" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_check_says_when_it_has_checked_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_gpu.main([]) == check_gpu.NO_DEVICE
+    assert "nothing checked" in capsys.readouterr().out
+
+
+def test_the_gpu_check_finds_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    input_gradient = LinearOp.input_gradient
+    with check_gpu.tiny_folder() as folder:
+        subject = numerics.Subject(folder, torch.device("cpu"), torch.float32)
+        assert next(numerics.checks(subject)).passed
+        monkeypatch.setattr(LinearOp, "input_gradient", lambda op, grad: input_gradient(op, grad) * 1.001)
+        assert not next(numerics.checks(subject)).passed

@@ -41,6 +41,7 @@ class LoraModule:
         self._grad_a_RI, self._grad_b_RO = grad_a_RI, grad_b_OR.T
 
     def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
+        """Add scale * B A x to the BaseOp's rows; saves A x."""
         down_tR = torch.mm(self._inputs(x_tI, keys), self._a_IR)
         if y_tO.dtype == self._dtype:
             y_tO.addmm_(down_tR, self._b_RO, alpha=self._scale)
@@ -51,6 +52,7 @@ class LoraModule:
     def backward_rows(
         self, x_tI: Tensor, saved: Tensor, grad_y_tO: Tensor, grad_x_tI: Tensor | None, keys: RowKeys | None
     ) -> None:
+        """Four products: the gradients of B, of A x, of A and of x. Dropout masks are made again, not kept."""
         if grad_y_tO.dtype != self._dtype:
             grad_y_tO = grad_y_tO.to(self._dtype)
         self._grad_b_RO.addmm_(saved.T, grad_y_tO, alpha=self._scale)

@@ -54,7 +54,7 @@ CITIES = words(
 )
 JOBS = words(
     """
-    teacher nurse driver doctor baker writer actor pilot artist cook lawyer painter editor chef worker manager
+    teacher nurse driver cook baker writer actor pilot artist painter lawyer doctor editor chef worker manager
     singer builder
     """
 )

@@ -101,6 +101,8 @@ def test_a_forward_pass_and_an_evaluation_change_nothing_and_know_no_dropout() -
     record = engine.execute(engine.schedule([task.validation_participant()], "eval"))
     (item,) = record.actions[0].items
     assert outcomes[0] == outcomes[1] and outcomes[0].kind == "reference"
+    without = attach(engine, replace(ONE, name="without", dropout=0.0))
+    assert engine.forward({without: validation})["without"].logprobs == outcomes[0].logprobs, "something was dropped"
     assert outcomes[0].logprobs is not None and len(outcomes[0].logprobs) == item.tokens
     assert item.kind == "eval" and item.logprobs is None and item.loss_sum == outcomes[0].loss_sum
     assert -sum(outcomes[0].logprobs) == pytest.approx(item.loss_sum, rel=1e-12)

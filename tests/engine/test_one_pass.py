@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -16,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from muxtune.engine.engine import Engine
 from muxtune.engine.task import Task
+from muxtune.models import attention
 from muxtune.models.backbone import Backbone
 from muxtune.plan.types import MicroBatch, RoundRecord
 from tests.engine.build import Trial, attach, backbone_of, mixed_trials, run
-from tests.tiny import SUPPORTED
+from tests.tiny import SUPPORTED, tiny_model
 
 
 def _one_micro_batch(engine: Engine, trials: tuple[Trial, ...]) -> tuple[list[Task], RoundRecord]:
@@ -37,41 +37,52 @@ def _four(arch: str) -> tuple[Trial, ...]:
     )
 
 
-@contextmanager
-def _counting(root: nn.Module) -> Iterator[tuple[Counter[str], set[int]]]:
-    """Calls of each module below `root`, and the row counts they saw."""
-    calls: Counter[str] = Counter()
-    rows: set[int] = set()
+class _Calls:
+    """Counts, by name, what each module that holds weights of its own ran, and the shapes it made.
 
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            calls[name] += 1
-            tensors = [value for value in inputs if isinstance(value, torch.Tensor) and value.dim() == 3]
-            rows.update(value.shape[1] for value in tensors)
+    Two ways at once, because a module may be called as a module (seen by a hook; adapters then take part) or have its
+    class's forward called (seen by wrapping that): it must come to one in all.
+    """
 
-        return hook
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hooked: Counter[str] = Counter()
+        self.by_class: Counter[str] = Counter()
+        self.shapes: set[tuple[int, ...]] = set()
+        self.names = {module: name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+        for kind in {type(module) for module in self.names}:
+            monkeypatch.setattr(kind, "forward", self._counted(kind, kind.forward))
+        for module in self.names:
+            module.register_forward_hook(self._note)
 
-    handles = [module.register_forward_hook(note(name)) for name, module in root.named_modules() if name]
-    yield calls, rows
-    for handle in handles:
-        handle.remove()
+    def _counted(self, kind: type[nn.Module], forward: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+            self.by_class[self.names[module]] += type(module) is kind  # not again where it calls its base class
+            return forward(module, *arguments, **keywords)
+
+        return counted
+
+    def _note(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        self.hooked[self.names[module]] += 1
+        self.shapes.add(tuple(output.shape))
 
 
 @pytest.mark.parametrize("arch", SUPPORTED)
-def test_each_module_of_the_backbone_runs_once_on_the_rows_of_all_tasks(arch: str) -> None:
-    backbone = backbone_of(arch)
-    engine, trials = Engine(backbone), _four(arch)
+def test_each_module_of_the_backbone_runs_once_on_the_rows_of_all_tasks(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention.register()
+    model, trials = tiny_model(arch), _four(arch)
+    calls = _Calls(model, monkeypatch)
+    backbone = Backbone(model)
+    engine = Engine(backbone)
+    _, record = _one_micro_batch(engine, trials)
     total = sum(sum(trial.lengths) for trial in trials)
     padded = total + -total % 16
-    with _counting(backbone.model) as (calls, rows):
-        _, record = _one_micro_batch(engine, trials)
-    linears = {name: calls[name] for name in backbone.attach_points}
-    assert set(linears.values()) == {1}
-    own = {name for name, module in backbone.model.named_modules() if list(module.parameters(recurse=False))}
-    assert {name: calls[name] for name in own - {"lm_head"}} == dict.fromkeys(own - {"lm_head"}, 1)
-    assert rows == {padded}
-    assert record.actions[0].rows == padded
-    assert calls["lm_head"] == 0, "the head runs on trained rows only, not as a module"
+    linears = set(backbone.attach_points)
+    others = set(calls.names.values()) - linears - {"lm_head"}  # the head runs on trained rows only, not as a module
+    assert dict(calls.hooked) == dict.fromkeys(linears | others, 1)
+    assert dict(calls.by_class) == dict.fromkeys(others, 1)
+    assert record.actions[0].rows == padded and all(padded in shape for shape in calls.shapes)
 
 
 class _Products(TorchDispatchMode):

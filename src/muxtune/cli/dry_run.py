@@ -26,9 +26,9 @@ from muxtune.spec.schedule import total_steps
 if TYPE_CHECKING:
     from muxtune.data.prepare import PreparedJob
 
-_BESIDE_PRODUCTS = 2.0  # the time of a step over that of its products
+_BESIDE_PRODUCTS = 1.7  # the time of a step over that of its products, measured on SmolLM2-135M
 _RATE_S = 0.2
-_RATE_ROWS = 512
+_RATE_ROWS = 128  # a product of a millisecond or two, so that the best of many is one that nothing disturbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _flops(tokens: int, trained_tokens: int, size: JobSize, model: Footprint) ->
 
 
 def _products_per_s(training: TrainingRun, model: Footprint) -> float:
-    """Floating-point operations a second of a product as wide as the model's, measured for a fifth of a second."""
+    """Floating-point operations a second of a product as wide as the model's: the best of a fifth of a second."""
     run = training.run
     device = choose_device(run.device)
     dtype = choose_dtype(run.dtype, device)
@@ -126,11 +126,11 @@ def _products_per_s(training: TrainingRun, model: Footprint) -> float:
     rows = torch.ones(_RATE_ROWS, inner, dtype=dtype, device=device)
     weight = torch.ones(inner, outer, dtype=dtype, device=device)
     float((rows @ weight)[0, 0])  # warm
-    began, products = time.perf_counter(), 0
-    while time.perf_counter() - began < _RATE_S:
+    began_s, best_s = time.perf_counter(), float("inf")
+    while (start_s := time.perf_counter()) - began_s < _RATE_S:
         float((rows @ weight)[0, 0])  # waits for the device
-        products += 1
-    return products * 2 * _RATE_ROWS * inner * outer / (time.perf_counter() - began)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2 * _RATE_ROWS * inner * outer / best_s
 
 
 def _print(estimates: Sequence[Estimate], finished: Sequence[str], admission: Admission | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from rich.console import Console, RenderableType
@@ -52,8 +52,10 @@ class LiveProgress:
         self._view = view
 
     def hear(self, event: RunEvent) -> None:
+        """What a user should not miss stays on the screen."""
         if isinstance(event, TaskEvent) and event.kind in ("warning", "failed"):
-            self._live.console.print(line_of(event, self._view))
+            with suppress(OSError):  # the terminal is gone
+                self._live.console.print(line_of(event, self._view))
 
     def say(self, text: str) -> None:
         """Under the table: it may be said while the table is being drawn."""

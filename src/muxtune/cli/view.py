@@ -91,6 +91,7 @@ class TaskView:
         self.pace.add(now_s, result.input_tokens)
 
     def hear_event(self, event: TaskEvent, now_s: float) -> None:
+        """A change of state, the job's size, or a reply to one of its prompts."""
         if event.kind in _STATES:
             self.state, self.step = _STATES[event.kind], event.step
         if event.kind in ("started", "resumed"):
@@ -117,6 +118,7 @@ class RunView:
         self.began = False
 
     def hear(self, event: RunEvent) -> None:
+        """Take an event in; its time is now."""
         now_s = self._clock()
         task = self.tasks[event.task]
         if isinstance(event, StepResult):

@@ -25,7 +25,7 @@ from muxtune.data.render import Renderer
 from muxtune.data.types import Shape
 from muxtune.engine import checkpoint
 from muxtune.engine.checkpoint import Checkpoint
-from muxtune.engine.task_folder import CHECKPOINTS, JOB, read_origin
+from muxtune.engine.task_folder import CHECKPOINTS, JOB, STATUS, read_origin, status_of
 from muxtune.errors import AdapterError, CheckpointError
 from muxtune.models.sources import ModelFolder, list_models
 from muxtune.peft.convert import LoraTensors
@@ -33,6 +33,7 @@ from muxtune.peft.folder import CONFIG_FILE, TEMPLATE_FILE, LoadedAdapter, read_
 from muxtune.peft.lora import LoraAdapter
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft import Lora
+from muxtune.spec.status import JobStatus
 
 _STEP = re.compile(r"step-[0-9]{8}")
 _MAX_TEMPLATE_BYTES = 2**20
@@ -58,8 +59,9 @@ class StoredAdapter:
 
 
 def is_finished(path: Path) -> bool:
-    """Whether `path` is an adapter folder as peft knows it, rather than a run that goes on or none at all."""
-    return (path / CONFIG_FILE).exists()
+    """Whether `path` is an adapter folder as peft knows it. A run that goes on beyond an earlier end is not."""
+    goes_on = (path / STATUS).exists() and status_of(path) != JobStatus.COMPLETED
+    return (path / CONFIG_FILE).exists() and not goes_on
 
 
 def name_of(path: Path) -> str:

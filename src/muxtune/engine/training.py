@@ -8,6 +8,10 @@
 
 A job that is wrong stops the run before anything trains - or, with `keep_going`, fails alone. The command line and
 `muxtune.train` are two callers of this.
+
+Resuming takes each unfinished job up at its newest whole checkpoint: bit for bit what an undisturbed run would have
+done, on the same machine with as many threads. One that has failed is tried once more from there, since the cause may
+have been the machine's; where it was the job's own (its loss turned NaN) it fails again as it did, alone.
 """
 
 from __future__ import annotations
@@ -115,7 +119,11 @@ class TrainingRun:
         return resolve(self.run.base_model, cache_dir=self._cache)
 
     def prepare(self, planned: list[PlannedJob], base: ModelFolder) -> tuple[list[PreparedJob], list[Failure]]:
-        """Read all data of the jobs that are not finished. Raises the first error unless `keep_going`."""
+        """Read all data of the jobs that are not finished. Raises the first error unless `keep_going`.
+
+        Whatever that says, ConfigError where a job has trained on other base weights.
+        """
+        _check_base(planned, base)
         preparer = Preparer(base.path, cache_dir=self._cache / "tokens")
         prepared: list[PreparedJob] = []
         failures: list[Failure] = []
@@ -137,7 +145,6 @@ class TrainingRun:
             base = self.base()
             stack.enter_context(self._locked())
             planned = self.plan()
-            _check_base(planned, base)
             prepared, failures = self.prepare(planned, base)
             yield from self._fail(failures)
             for plan in planned:

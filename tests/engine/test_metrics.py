@@ -19,9 +19,9 @@ def step(number: int, **changes: float) -> StepResult:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> MetricsFiles:
+def files(disk: Path) -> MetricsFiles:
     """Steps 1 to 4, an evaluation after each second one."""
-    found = MetricsFiles(tmp_path)
+    found = MetricsFiles(disk)
     for number in range(1, 5):
         found.append(step_row(step(number)))
         if number % 2 == 0:
@@ -38,9 +38,9 @@ def steps(folder: Path) -> list[int]:
     return [row["train/global_step"] for row in rows]
 
 
-def test_rows_are_what_trackers_know(files: MetricsFiles, tmp_path: Path) -> None:
-    assert steps(tmp_path) == [1, 2, 2, 3, 4, 4]
-    assert (tmp_path / "metrics.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
+def test_rows_are_what_trackers_know(files: MetricsFiles, disk: Path) -> None:
+    assert steps(disk) == [1, 2, 2, 3, 4, 4]
+    assert (disk / "metrics.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
     first, _, evaluated = files.rows()[:3]
     assert (first["train/loss"], first["train/num_trained_tokens"], first["train/num_input_tokens"]) == (1.0, 7, 20)
     assert evaluated == {
@@ -52,53 +52,53 @@ def test_rows_are_what_trackers_know(files: MetricsFiles, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("to", "left"), [(4, [1, 2, 2, 3, 4, 4]), (3, [1, 2, 2, 3]), (2, [1, 2, 2]), (0, [])])
-def test_cut_back_to_a_checkpoint(to: int, left: list[int], files: MetricsFiles, tmp_path: Path) -> None:
+def test_cut_back_to_a_checkpoint(to: int, left: list[int], files: MetricsFiles, disk: Path) -> None:
     files.cut(to)
-    assert steps(tmp_path) == left
+    assert steps(disk) == left
     for number in range(to + 1, 6):
         files.append(step_row(step(number)))
     trained = [row["train/global_step"] for row in files.rows() if "train/loss" in row]
     assert trained == [1, 2, 3, 4, 5]
-    steps(tmp_path)
+    steps(disk)
 
 
-def test_a_last_line_torn_anywhere_is_dropped(files: MetricsFiles, tmp_path: Path) -> None:
+def test_a_last_line_torn_anywhere_is_dropped(files: MetricsFiles, disk: Path) -> None:
     files.cut(3)
-    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    whole = (disk / "metrics.jsonl").read_bytes()
     files.append(step_row(step(4)))
-    lines, table = ((tmp_path / name).read_bytes() for name in ("metrics.jsonl", "metrics.csv"))
+    lines, table = ((disk / name).read_bytes() for name in ("metrics.jsonl", "metrics.csv"))
     for size in range(len(whole), len(lines)):
-        (tmp_path / "metrics.jsonl").write_bytes(lines[:size])
-        (tmp_path / "metrics.csv").write_bytes(table[: size % len(table)])  # torn at another place
+        (disk / "metrics.jsonl").write_bytes(lines[:size])
+        (disk / "metrics.csv").write_bytes(table[: size % len(table)])  # torn at another place
         files.cut(4)
-        assert steps(tmp_path) == [1, 2, 2, 3]
-        assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+        assert steps(disk) == [1, 2, 2, 3]
+        assert (disk / "metrics.jsonl").read_bytes() == whole
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 300, b"\xff\xfe\n", b"[1]\n", b'{"train/global_step": "9"}\n', b"{}\n"])
-def test_a_tail_that_is_no_row_is_dropped(tail: bytes, files: MetricsFiles, tmp_path: Path) -> None:
-    with open(tmp_path / "metrics.jsonl", "ab") as file:
+def test_a_tail_that_is_no_row_is_dropped(tail: bytes, files: MetricsFiles, disk: Path) -> None:
+    with open(disk / "metrics.jsonl", "ab") as file:
         file.write(tail)
     files.cut(4)
-    assert steps(tmp_path) == [1, 2, 2, 3, 4, 4]
+    assert steps(disk) == [1, 2, 2, 3, 4, 4]
 
 
-def test_there_may_be_nothing_yet(tmp_path: Path) -> None:
-    files = MetricsFiles(tmp_path)
+def test_there_may_be_nothing_yet(disk: Path) -> None:
+    files = MetricsFiles(disk)
     assert files.rows() == []
     files.sync()
     files.cut(3)
-    assert steps(tmp_path) == []
+    assert steps(disk) == []
     files.append(step_row(step(1)))
     files.sync()
-    assert steps(tmp_path) == [1]
+    assert steps(disk) == [1]
 
 
-def test_json_has_no_nan(tmp_path: Path) -> None:
-    files = MetricsFiles(tmp_path)
+def test_json_has_no_nan(disk: Path) -> None:
+    files = MetricsFiles(disk)
     files.append(eval_row(EvalResult("a", 1, math.nan, 0.0, 30)))
     files.append(step_row(step(2, grad_norm=math.inf)))
-    text = (tmp_path / "metrics.jsonl").read_text()
+    text = (disk / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
     assert [json.loads(line).get("eval/loss", 0) for line in text.splitlines()] == [None, 0]
     files.cut(2)

@@ -38,6 +38,7 @@ Row = Mapping[str, float | int | None]
 
 
 def step_row(result: StepResult) -> Row:
+    """The row of an optimizer step."""
     return {
         STEP: result.step,
         "train/epoch": round(result.epoch, 6),
@@ -52,6 +53,7 @@ def step_row(result: StepResult) -> Row:
 
 
 def eval_row(result: EvalResult) -> Row:
+    """The row of an evaluation."""
     return {
         STEP: result.step,
         "eval/loss": _finite(result.loss),

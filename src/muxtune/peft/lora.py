@@ -19,18 +19,20 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from muxtune.peft.base import BaseOp
+from muxtune.peft.base import Adapter, BaseOp, PlainModule
 from muxtune.peft.dropout import RowKeys, keep_mask
 from muxtune.peft.parameters import FlatParameters
 
 
-class LoraModule:
+class LoraModule(PlainModule):
     """One pair at one attach point."""
+
+    additive = True
 
     def __init__(self, attach_point: str, lora_a_RI: Tensor, lora_b_OR: Tensor, scale: float, dropout: float) -> None:
         grad_a_RI, grad_b_OR = lora_a_RI.grad, lora_b_OR.grad
         assert grad_a_RI is not None and grad_b_OR is not None
-        self.parameters = (lora_a_RI, lora_b_OR)
+        super().__init__(lora_a_RI, lora_b_OR)
         self._attach_point = attach_point
         self._scale = scale
         self._dropout = dropout
@@ -81,7 +83,7 @@ class LoraModule:
         return x_tI * keep_tI / (1 - self._dropout)
 
 
-class LoraAdapter:
+class LoraAdapter(Adapter):
     """A LoRA pair at each of `ops`.
 
     Args:
@@ -108,15 +110,15 @@ class LoraAdapter:
             shapes[f"{op.name}.lora_A"] = (r, op.in_features)
             shapes[f"{op.name}.lora_B"] = (op.out_features, r)
         turned = {name for name in shapes if name.endswith(".lora_B")}
-        self.parameters = FlatParameters(shapes, dtype, device, columns_first=turned)
-        self.stochastic = dropout > 0
-        self.modules: dict[str, LoraModule] = {}
+        parameters = FlatParameters(shapes, dtype, device, columns_first=turned)
+        modules: dict[str, LoraModule] = {}
         for op in ops:
-            a_RI = self.parameters.views[f"{op.name}.lora_A"]
-            b_OR = self.parameters.views[f"{op.name}.lora_B"]
+            a_RI = parameters.views[f"{op.name}.lora_A"]
+            b_OR = parameters.views[f"{op.name}.lora_B"]
             with torch.no_grad():
                 a_RI.copy_(_uniform(op.name, seed, (r, op.in_features)))
-            self.modules[op.name] = LoraModule(op.name, a_RI, b_OR, scale, dropout)
+            modules[op.name] = LoraModule(op.name, a_RI, b_OR, scale, dropout)
+        super().__init__(modules, parameters, stochastic=dropout > 0)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Attach point -> (A [R, I], B [O, R]), detached views of the live values."""

@@ -16,7 +16,7 @@ from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
-from muxtune.peft.build import build_adapter
+from muxtune.peft.registry import build_adapter
 from muxtune.plan.round import Participant, Policy, derive_round
 from muxtune.plan.types import ItemOutcome, OptimStep, RoundRecord, RoundSchedule, StepOutcome, WorkKind
 from muxtune.spec.job import JobSpec
@@ -63,7 +63,7 @@ class Engine:
         self._check_tokens(job.name, (*data.train, *data.validation))
         adapter = build_adapter(
             job.peft,
-            self.backbone.attach_points,
+            self.backbone,
             seed=job.seed,
             dtype=self.backbone.dtype,
             device=self.backbone.device,

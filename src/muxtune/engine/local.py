@@ -34,8 +34,8 @@ from muxtune.engine.task import Sequences, Task
 from muxtune.errors import AdapterError, ConfigError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
-from muxtune.peft.build import payload, start_from
 from muxtune.peft.folder import write_adapter
+from muxtune.peft.registry import payload, start_from
 from muxtune.plan.round import Policy
 from muxtune.spec.event import StepResult
 from muxtune.spec.job import JobSpec
@@ -94,7 +94,7 @@ class LocalEngine(Engine):
                     job.peft,
                     task.adapter,
                     Path(job.adapter_path),
-                    self.backbone.attach_points,
+                    self.backbone,
                     base_sha256=self.base.weights_sha256,
                 )
             except Exception:
@@ -187,14 +187,7 @@ class LocalEngine(Engine):
         prepared = self._prepared.get(found.name)
         if prepared is None:
             raise StateError("was loaded from an adapter folder", where=found.name, hint="copy that folder")
-        linears = self.backbone.attach_points
-        names = [name for name, _ in self.backbone.model.named_modules() if name]
-        exported = payload(
-            found.job.peft,
-            found.adapter,
-            module_names=names,
-            fan_in_fan_out=any(linears[name].transposed for name in found.adapter.modules),
-        )
+        exported = payload(found.job.peft, found.adapter, self.backbone)
         manifest = TrainingManifest(
             BaseIdentity(base_name or self.base.public_name, self.base.weights_sha256, self.base.note or None),
             prepared.prompt_format,

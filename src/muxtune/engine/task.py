@@ -17,7 +17,7 @@ from muxtune.data.sampler import Sampler
 from muxtune.data.types import TokenSequence
 from muxtune.engine.optim import FlatAdamW
 from muxtune.errors import StateError
-from muxtune.peft.lora import LoraAdapter
+from muxtune.peft.base import Adapter
 from muxtune.plan.align import split_chunks
 from muxtune.plan.round import Participant
 from muxtune.plan.types import ItemOutcome, SequenceRef, StepOutcome
@@ -57,7 +57,7 @@ class _Pending:
 class Task:
     """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts."""
 
-    def __init__(self, job: JobSpec, adapter: LoraAdapter, data: Sequences, *, chunk_tokens: int) -> None:
+    def __init__(self, job: JobSpec, adapter: Adapter, data: Sequences, *, chunk_tokens: int) -> None:
         self.job = job
         self.name = job.name
         self.adapter = adapter
@@ -151,6 +151,7 @@ class Task:
             error = f"non_finite_gradient: the gradient's norm is {norm}"
         else:
             self.optimizer.step(lr, norm)
+            self.adapter.refresh()
             self.step += 1
             self.trained_tokens += pending.tokens
         self.drop_pending()

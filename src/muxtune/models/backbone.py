@@ -153,6 +153,11 @@ class Backbone:
         return int(limit) if limit is not None else None
 
     @property
+    def module_names(self) -> list[str]:
+        """Every module path of the model."""
+        return [name for name, _ in self.model.named_modules() if name]
+
+    @property
     def vocabulary(self) -> int:
         return int(self.head.weight_VD.shape[0])
 

@@ -16,7 +16,7 @@ Legend: t rows of one task, I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +48,8 @@ class LinearBase(BaseOp, Protocol):
     """A linear y = x W^T + b; its backward needs no graph."""
 
     @property
+    def transposed(self) -> bool: ...
+    @property
     def weight_OI(self) -> Tensor: ...
     @property
     def bias(self) -> Tensor | None: ...
@@ -60,6 +62,20 @@ class NormBase(BaseOp, Protocol):
     @property
     def parameters(self) -> Mapping[str, Tensor]: ...
     def forward_with(self, parameters: Mapping[str, Tensor], x_tD: Tensor) -> Tensor: ...
+
+
+class BackboneView(Protocol):
+    """What a PEFT type may know of a backbone when it builds an adapter."""
+
+    @property
+    def ops(self) -> Mapping[str, BaseOp]:
+        """Every attach point by full module path, in the order of the layers."""
+        ...
+
+    @property
+    def module_names(self) -> Sequence[str]:
+        """Every module path of the model, attach point or not."""
+        ...
 
 
 class AdapterModule(Protocol):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from muxtune.errors import AdapterError
+from muxtune.peft.base import BackboneView, LinearBase
 
 Op = TypeVar("Op")
+
+
+def linears(view: BackboneView) -> dict[str, LinearBase]:
+    """The linears among a backbone's attach points."""
+    return {name: cast("LinearBase", op) for name, op in view.ops.items() if op.kind == "linear"}
 
 
 def select(targets: str | Sequence[str], ops: Mapping[str, Op]) -> dict[str, Op]:

@@ -84,8 +84,8 @@ def _ends_may_move(job: JobSpec) -> bool:
     return constant and (job.warmup_steps == 0 or job.warmup_steps >= 1)
 
 
-def _as_set(targets: str | tuple[str, ...]) -> frozenset[str]:
-    return frozenset((targets,) if isinstance(targets, str) else targets)
+def _as_set(targets: object) -> frozenset[object]:
+    return frozenset(targets if isinstance(targets, tuple) else (targets,))
 
 
 def _grows(old: float | None, new: float | None) -> bool:

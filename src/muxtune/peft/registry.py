@@ -15,7 +15,7 @@ import torch
 from muxtune.peft.base import Adapter, BackboneView
 from muxtune.peft.convert import PeftPayload
 from muxtune.peft.lora_type import LORA
-from muxtune.spec.peft import Lora, PeftSpec
+from muxtune.spec.peft import Lora, PeftBase
 
 
 class PeftType(Protocol):
@@ -45,19 +45,19 @@ TYPES: Mapping[type, PeftType] = {Lora: LORA}
 
 
 def build_adapter(
-    spec: PeftSpec, view: BackboneView, *, seed: int, dtype: torch.dtype, device: torch.device
+    spec: PeftBase, view: BackboneView, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
     """A fresh adapter of any type. `dtype` is the backbone's; parameters are never below float32."""
     precise = torch.promote_types(dtype, torch.float32)
     return TYPES[type(spec)].build(spec, view, seed=seed, dtype=precise, device=device)
 
 
-def payload(spec: PeftSpec, adapter: Adapter, view: BackboneView) -> PeftPayload:
+def payload(spec: PeftBase, adapter: Adapter, view: BackboneView) -> PeftPayload:
     """See `PeftType.payload`."""
     return TYPES[type(spec)].payload(spec, adapter, view)
 
 
-def start_from(spec: PeftSpec, adapter: Adapter, folder: Path, view: BackboneView, *, base_sha256: str | None) -> None:
+def start_from(spec: PeftBase, adapter: Adapter, folder: Path, view: BackboneView, *, base_sha256: str | None) -> None:
     """See `PeftType.load`."""
     TYPES[type(spec)].load(spec, adapter, folder, view, base_sha256=base_sha256)
     adapter.refresh()

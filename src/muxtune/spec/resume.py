@@ -66,7 +66,7 @@ def _harmless(change: Change, old: JobSpec, new: JobSpec, same_data: bool) -> bo
         case "per_device_train_batch_size" | "gradient_accumulation_steps":
             return old.effective_batch == new.effective_batch
         case "peft.target_modules":
-            return _as_set(old.peft.target_modules) == _as_set(new.peft.target_modules)
+            return _as_set(change.old) == _as_set(change.new)
         case "datasets":
             same = [(d.type, d.weight) for d in old.datasets] == [(d.type, d.weight) for d in new.datasets]
             return same_data and same

@@ -16,9 +16,8 @@ import torch
 
 from muxtune.data.prepare import PreparedJob
 from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
-from muxtune.errors import ConfigError, MuxTuneError
+from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
-from muxtune.peft.targets import select
 from muxtune.spec.job import JobSpec
 
 
@@ -91,16 +90,22 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSiz
     job = prepared.job
     longest = max(len(sequence) for sequence in prepared.data.train)
     widest = max(longest, min(DEFAULT_CHUNK_TOKENS, longest * job.effective_batch))
-    shapes = list(select(job.peft.target_modules, model.attach_points).values())
+    parameters = job.peft.parameters(model.places)
+    unknown = job.peft.unmatched(model.places)
+    if unknown or not parameters:
+        raise AdapterError(
+            f"its peft names nothing in the base model: {', '.join(unknown) or job.peft.model_dump()['type']}",
+            where=f"jobs.{job.name}.peft",
+        )
     wide = torch.promote_types(dtype, torch.float32).itemsize // 4
     return JobSize(
         job,
         longest,
         widest,
-        job.peft.parameters(shapes),
-        job.peft.state_bytes(shapes) * wide,
+        parameters,
+        job.peft.state_bytes(model.places) * wide,
         model.activation_bytes(widest, longest),
-        job.peft.flops_per_token(shapes),
+        job.peft.flops_per_token(model.places),
     )
 
 

@@ -25,17 +25,17 @@ from muxtune.data.manifest import BaseIdentity, TrainingManifest
 from muxtune.data.prepare import PreparedJob, Preparer, prompt_ids
 from muxtune.data.render import Renderer
 from muxtune.data.types import Message
-from muxtune.engine.adapters import Voice, base_voice, fits, read_stored
+from muxtune.engine.adapters import Voice, base_voice, read_stored
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
 from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
-from muxtune.errors import AdapterError, ConfigError, StateError
+from muxtune.errors import ConfigError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.peft.folder import write_adapter
-from muxtune.peft.registry import payload, start_from
+from muxtune.peft.registry import give, payload, start_from
 from muxtune.plan.round import Policy
 from muxtune.spec.event import StepResult
 from muxtune.spec.job import JobSpec
@@ -107,13 +107,13 @@ class LocalEngine(Engine):
 
         Raises AdapterError, CheckpointError, DataError (`muxtune.engine.adapters`), ConfigError for a name in use.
         """
-        shapes = {op.name: (op.in_features, op.out_features) for op in self.backbone.attach_points.values()}
-        stored = read_stored(Path(folder), name, base=self.base, attach_points=shapes, preparer=self.preparer)
+        stored = read_stored(Path(folder), name, base=self.base, view=self.backbone, preparer=self.preparer)
         task = super().attach(stored.job, Sequences(()))
-        if not fits(stored.pairs, task.adapter):
+        try:
+            give(task.adapter, stored.values, where=str(folder))
+        except Exception:
             super().detach(task)
-            raise AdapterError("holds an adapter of other shapes than its job describes", where=str(folder))
-        task.adapter.load_pairs(stored.pairs)
+            raise
         task.step = stored.step
         self._voices[task.name] = stored.voice
         if stored.prepared is not None:

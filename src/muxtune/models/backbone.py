@@ -26,6 +26,7 @@ from muxtune.models.attach import LinearOp, NormOp, Op, Pass, PassSlot, install,
 from muxtune.models.attention import ATTENTION_NAME
 from muxtune.models.loss import Head
 from muxtune.models.recipes import Recipe, recipe_for
+from muxtune.spec.peft import Place
 
 _Call = tuple[
     Tensor, tuple[Any, ...], dict[str, Any]
@@ -151,6 +152,13 @@ class Backbone:
         """Positions the model was built for, or None where its configuration does not say."""
         limit = getattr(self.config, "max_position_embeddings", None)
         return int(limit) if limit is not None else None
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every attach point, as specs see it."""
+        return tuple(
+            Place(op.name, op.kind, op.roles, op.layer, op.in_features, op.out_features) for op in self.ops.values()
+        )
 
     @property
     def module_names(self) -> list[str]:

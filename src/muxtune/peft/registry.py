@@ -1,7 +1,7 @@
 """Which PEFT spec is made by which PEFT type: the one table that a new type is entered in.
 
-A type is one module of this package with an object that satisfies `PeftType`, and a spec in `muxtune.spec`. Everything
-outside this package goes through `build_adapter`, `payload` and `start_from`, and never asks which type it holds.
+A type is one module of this package with an object that satisfies `PeftType`, and a spec in `muxtune.spec.peft`.
+Everything outside this package goes through the functions below, and never asks which type it holds.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from muxtune.errors import AdapterError
 from muxtune.peft.base import Adapter, BackboneView
 from muxtune.peft.convert import PeftPayload
+from muxtune.peft.folder import CONFIG_FILE, read_config
 from muxtune.peft.lora_type import LORA
+from muxtune.peft.stored import StoredAdapter
 from muxtune.spec.peft import Lora, PeftBase
 
 
@@ -33,15 +37,16 @@ class PeftType(Protocol):
         """The adapter as `adapter_config.json` and tensors: peft's format where peft has the type."""
         ...
 
-    def load(self, spec: Any, adapter: Adapter, folder: Path, view: BackboneView, *, base_sha256: str | None) -> None:
-        """Give a fresh adapter the values of a folder, which is untrusted input.
+    def read(self, folder: Path, view: BackboneView, *, base_sha256: str | None) -> StoredAdapter:
+        """An adapter folder of this type, which is untrusted input.
 
-        Raises AdapterError for a folder that is not sound, or that is not the adapter `spec` describes.
+        Raises AdapterError for whatever is wrong with it, before any memory is spent on its tensors.
         """
         ...
 
 
 TYPES: Mapping[type, PeftType] = {Lora: LORA}
+READERS: Mapping[str, PeftType] = {"LORA": LORA}  # by the peft_type of adapter_config.json
 
 
 def build_adapter(
@@ -57,7 +62,55 @@ def payload(spec: PeftBase, adapter: Adapter, view: BackboneView) -> PeftPayload
     return TYPES[type(spec)].payload(spec, adapter, view)
 
 
+def read_stored(folder: Path, view: BackboneView, *, base_sha256: str | None) -> StoredAdapter:
+    """An adapter folder of any type that is known here. Raises AdapterError."""
+    config = read_config(folder)
+    named = config.get("peft_type")
+    found = READERS.get(named) if isinstance(named, str) else None
+    if found is None:
+        raise AdapterError(
+            f"peft_type {named!r} is not supported",
+            where=str(folder / CONFIG_FILE),
+            hint="supported: " + ", ".join(sorted(READERS)),
+        )
+    return found.read(folder, view, base_sha256=base_sha256)
+
+
 def start_from(spec: PeftBase, adapter: Adapter, folder: Path, view: BackboneView, *, base_sha256: str | None) -> None:
-    """See `PeftType.load`."""
-    TYPES[type(spec)].load(spec, adapter, folder, view, base_sha256=base_sha256)
+    """Give a fresh adapter the values of a folder, which must be the adapter that `spec` describes."""
+    stored = read_stored(folder, view, base_sha256=base_sha256)
+    differing = [
+        f"{key}: {theirs!r}, the job's is {ours!r}"
+        for key, ours, theirs in _settings(spec, stored.spec)
+        if ours != theirs
+    ]
+    if type(stored.spec) is not type(spec) or differing:
+        kind = stored.spec.model_dump()["type"]
+        raise AdapterError(
+            f"it is another adapter than the job's peft says ({'; '.join(differing) or kind})",
+            where=str(folder),
+            hint="set the job's peft to the folder's",
+        )
+    give(adapter, stored.values, where=str(folder))
+
+
+def give(adapter: Adapter, values: Mapping[str, Tensor], *, where: str) -> None:
+    """Put `values` (by parameter name) into an adapter. Raises AdapterError where names or shapes are others."""
+    own = {name: view.shape for name, view in adapter.parameters.views.items()}
+    theirs = {name: value.shape for name, value in values.items()}
+    if own != theirs:
+        differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+        raise AdapterError(
+            f"it has other parameters than the job's adapter: {', '.join(differing[:3])}, {len(differing)} in all",
+            where=where,
+            hint="set the job's peft to the folder's: its size and its target_modules",
+        )
+    adapter.parameters.load(values)
     adapter.refresh()
+
+
+def _settings(spec: PeftBase, stored: PeftBase) -> list[tuple[str, object, object]]:
+    """What the two say of each setting that decides what the parameters mean: dropout and targets do not."""
+    ours, theirs = spec.model_dump(), stored.model_dump()
+    keys = [key for key in ours if key in theirs and "dropout" not in key and "target_modules" not in key]
+    return [(key, ours[key], theirs[key]) for key in keys]

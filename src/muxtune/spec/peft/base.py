@@ -38,6 +38,10 @@ class PeftBase(Spec, ABC):
     def flops_per_token(self, places: Iterable[Place]) -> int:
         """Floating-point operations of one trained token, forward and backward, beyond the backbone's own."""
 
+    def unmatched(self, places: Iterable[Place]) -> tuple[str, ...]:
+        """Names among its targets that are no attach point of the base model."""
+        return ()
+
     def state_bytes(self, places: Iterable[Place]) -> int:
         """Memory that the task holds while it trains: parameters, gradients and moments, activations not counted."""
         return ADAPTER_BYTES_PER_PARAMETER * self.parameters(places)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from muxtune.errors import ConfigError
 from muxtune.spec.peft.base import PeftBase, Place
-from muxtune.spec.peft.targets import Targets, targeted
+from muxtune.spec.peft.targets import Targets, targeted, unmatched
 from muxtune.spec.scalars import Integer, Number, clip, read_flag
 
 
@@ -44,6 +44,9 @@ class Lora(PeftBase):
     @property
     def scaling(self) -> float:
         return self.lora_alpha / self.r
+
+    def unmatched(self, places: Iterable[Place]) -> tuple[str, ...]:
+        return unmatched(self.target_modules, places)
 
     def parameters(self, places: Iterable[Place]) -> int:
         return sum(self.r * (place.inputs + place.outputs) for place in targeted(self.target_modules, places))

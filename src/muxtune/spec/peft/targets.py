@@ -46,4 +46,15 @@ def targeted(targets: str | tuple[str, ...], places: Iterable[Place]) -> list[Pl
     linear = [place for place in places if place.kind == "linear"]
     if targets == ALL_LINEAR:
         return linear
-    return [place for place in linear if any(place.name == t or place.name.endswith(f".{t}") for t in targets)]
+    return [place for place in linear if any(_names(target, place) for target in targets)]
+
+
+def unmatched(targets: str | tuple[str, ...], places: Iterable[Place]) -> tuple[str, ...]:
+    """The targets that name no linear among `places`."""
+    linear = targeted(ALL_LINEAR, places)
+    wanted = () if targets == ALL_LINEAR else targets
+    return tuple(target for target in wanted if not any(_names(target, place) for place in linear))
+
+
+def _names(target: str, place: Place) -> bool:
+    return place.name == target or place.name.endswith(f".{target}")

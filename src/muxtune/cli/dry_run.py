@@ -122,7 +122,7 @@ def _products_per_s(training: TrainingRun, model: Footprint) -> float:
     dtype = choose_dtype(run.dtype, device)
     if run.threads is not None:
         torch.set_num_threads(run.threads)
-    inner, outer = max(model.attach_points.values(), key=lambda shape: shape[0] * shape[1])
+    inner, outer = max(model.linears.values(), key=lambda shape: shape[0] * shape[1])
     rows = torch.ones(_RATE_ROWS, inner, dtype=dtype, device=device)
     weight = torch.ones(inner, outer, dtype=dtype, device=device)
     float((rows @ weight)[0, 0])  # warm

@@ -66,6 +66,11 @@ class Footprint:
     head_weights: int
     places: tuple[Place, ...]
 
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(in, out) features of each linear of the layers."""
+        return {place.name: (place.inputs, place.outputs) for place in self.places if place.kind == "linear"}
+
     def activation_bytes(self, rows: int, longest: int) -> int:
         """Of a micro-batch of `rows` whose longest sequence has `longest`."""
         return self.head_bytes + rows * (self.row_bytes + self.score_bytes * longest)

@@ -85,9 +85,8 @@ def start_from(spec: PeftBase, adapter: Adapter, folder: Path, view: BackboneVie
         if ours != theirs
     ]
     if type(stored.spec) is not type(spec) or differing:
-        kind = stored.spec.model_dump()["type"]
         raise AdapterError(
-            f"it is another adapter than the job's peft says ({'; '.join(differing) or kind})",
+            f"it is another adapter than the job's peft says ({'; '.join(differing) or stored.spec.type})",
             where=str(folder),
             hint="set the job's peft to the folder's",
         )

@@ -30,6 +30,8 @@ class PeftBase(Spec, ABC):
 
     default_learning_rate: ClassVar[float]
 
+    type: str
+
     @abstractmethod
     def parameters(self, places: Iterable[Place]) -> int:
         """Trainable parameters, given every attach point of the base model; the spec picks its own."""

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from muxtune.peft.dropout import RowKeys
@@ -137,15 +138,41 @@ class Adapter:
     """One task's trainable parameters: a module at each attach point, their values in one flat buffer.
 
     Args:
+        fixed: named tensors that belong to the adapter and are never trained, but without which its parameters mean
+            nothing (the places of a sparse delta, say); they travel with the parameters.
         stochastic: whether training needs row keys (dropout).
     """
 
     def __init__(
-        self, modules: Mapping[str, AdapterModule], parameters: FlatParameters, *, stochastic: bool = False
+        self,
+        modules: Mapping[str, AdapterModule],
+        parameters: FlatParameters,
+        *,
+        fixed: Mapping[str, Tensor] | None = None,
+        stochastic: bool = False,
     ) -> None:
         self.modules = modules
         self.parameters = parameters
+        self.fixed: Mapping[str, Tensor] = fixed or {}
         self.stochastic = stochastic
+
+    @property
+    def layout(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Name, shape and dtype of all that `state` holds."""
+        held = {**self.parameters.views, **self.fixed}
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in held.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies, on the CPU, of everything that makes it the adapter it is: parameters and fixed tensors."""
+        return self.parameters.export() | {name: tensor.cpu().clone() for name, tensor in self.fixed.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of `state`, which has this adapter's names and shapes."""
+        self.parameters.load({name: state[name] for name in self.parameters.views})
+        for name, tensor in self.fixed.items():
+            assert state[name].shape == tensor.shape, name
+            tensor.copy_(state[name])
+        self.refresh()
 
     def refresh(self) -> None:
         """Make anew what is derived from the parameters (DoRA's norms, say): called after every change of values."""

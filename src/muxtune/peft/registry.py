@@ -94,8 +94,8 @@ def start_from(spec: PeftBase, adapter: Adapter, folder: Path, view: BackboneVie
 
 
 def give(adapter: Adapter, values: Mapping[str, Tensor], *, where: str) -> None:
-    """Put `values` (by parameter name) into an adapter. Raises AdapterError where names or shapes are others."""
-    own = {name: view.shape for name, view in adapter.parameters.views.items()}
+    """Put `values` (by the names of its state) into an adapter. Raises AdapterError where names or shapes differ."""
+    own = {name: shape for name, (shape, _) in adapter.layout.items()}
     theirs = {name: value.shape for name, value in values.items()}
     if own != theirs:
         differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
@@ -104,8 +104,7 @@ def give(adapter: Adapter, values: Mapping[str, Tensor], *, where: str) -> None:
             where=where,
             hint="set the job's peft to the folder's: its size and its target_modules",
         )
-    adapter.parameters.load(values)
-    adapter.refresh()
+    adapter.load(values)
 
 
 def _settings(spec: PeftBase, stored: PeftBase) -> list[tuple[str, object, object]]:

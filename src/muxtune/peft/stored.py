@@ -13,7 +13,7 @@ from muxtune.spec.peft import PeftBase
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """`values` are by the names of the adapter's `FlatParameters`. `manifest` is None where another tool wrote it."""
+    """`values` are by the names of the adapter's state. `manifest` is None where another tool wrote it."""
 
     spec: PeftBase
     values: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""LoRA as a PEFT type: its spec to an adapter, and both ways between the adapter and peft's folders."""
+"""LoRA and its kin as one PEFT type: their spec to an adapter, and both ways between it and peft's folders."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from muxtune.peft.base import Adapter, BackboneView
-from muxtune.peft.convert import PeftPayload, export_lora
-from muxtune.peft.folder import read_adapter
+from muxtune.peft.convert import PeftPayload
 from muxtune.peft.lora import LoraAdapter
 from muxtune.peft.lora_config import LoraFormat
+from muxtune.peft.lora_convert import export_lora, read_lora
 from muxtune.peft.stored import StoredAdapter
 from muxtune.peft.targets import linears, select
 from muxtune.spec.peft import Lora
@@ -43,7 +43,7 @@ class LoraType:
     def read(self, folder: Path, view: BackboneView, *, base_sha256: str | None) -> StoredAdapter:
         """peft's LORA; an rsLoRA is read as the LoRA of the same scale."""
         shapes = {name: (op.in_features, op.out_features) for name, op in linears(view).items()}
-        loaded = read_adapter(folder, shapes, base_sha256=base_sha256)
+        loaded = read_lora(folder, shapes, base_sha256=base_sha256)
         form = loaded.form
         spec = Lora(
             r=form.r,

@@ -16,7 +16,7 @@ class FrozenLinear:
         self.name, self.in_features, self.out_features = name, in_features, out_features
         self.weight_OI = torch.randn(out_features, in_features, generator=generator).to(dtype)
         self.bias: Tensor | None = torch.randn(out_features, generator=generator).to(dtype)
-        self.kind, self.transposed = "linear", False
+        self.kind, self.transposed, self.biased = "linear", False, True
         self.roles: frozenset[str] = frozenset()
         self.layer: int | None = None
         self.forward_rows: list[int] = []

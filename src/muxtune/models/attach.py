@@ -11,7 +11,7 @@ Legend: T packed tokens, I input features, O output features, D model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,12 +25,22 @@ from muxtune.models.recipes import Recipe
 Hook = Callable[[Any, Tensor], Tensor]  # the op and its rows [T, I] -> [T, O]
 
 
+@dataclass(frozen=True, slots=True)
+class GivenRows:
+    """Embedding rows from row `start` of a pass on, such as learned ones; they may need a gradient."""
+
+    start: int
+    rows_VE: Tensor
+
+
 @dataclass(slots=True)
 class Pass:
-    """One pass of the backbone: who attends to whom, and which attach points are hooked."""
+    """One pass of the backbone: who attends to whom, which attach points are hooked, and which rows of the embedding
+    are given instead of looked up (ascending, none twice)."""
 
     attention: AttentionContext
     hooks: Mapping[str, Hook] = field(default_factory=dict)
+    given: Sequence[GivenRows] = ()
 
 
 class PassSlot:
@@ -67,6 +77,11 @@ class Op:
 
     in_features: int
     out_features: int
+
+    @property
+    def biased(self) -> bool:
+        """Whether the operator adds a bias of its own to its output."""
+        return self.kind != "mlp" and isinstance(getattr(self._module, "bias", None), Tensor)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """The frozen operator on T rows."""

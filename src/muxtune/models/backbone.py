@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from muxtune.errors import ModelError
 from muxtune.models.attach import LinearOp, NormOp, Op, Pass, PassSlot, install, is_norm
 from muxtune.models.attention import ATTENTION_NAME
+from muxtune.models.embedding import TokenEmbedding
 from muxtune.models.loss import Head
 from muxtune.models.recipes import Recipe, recipe_for
 from muxtune.spec.peft import Place
@@ -116,6 +117,7 @@ class Backbone:
             model.config.hidden_size,
         )
         self._after = self._install_after()
+        self.embedding = _embedding_of(model, self.slot)
         self.attach_points: dict[str, LinearOp] = {
             name: op for name, op in self.ops.items() if isinstance(op, LinearOp)
         }
@@ -157,7 +159,8 @@ class Backbone:
     def places(self) -> tuple[Place, ...]:
         """Every attach point, as specs see it."""
         return tuple(
-            Place(op.name, op.kind, op.roles, op.layer, op.in_features, op.out_features) for op in self.ops.values()
+            Place(op.name, op.kind, op.roles, op.layer, op.in_features, op.out_features, op.biased)
+            for op in self.ops.values()
         )
 
     @property
@@ -169,15 +172,16 @@ class Backbone:
     def vocabulary(self) -> int:
         return int(self.head.weight_VD.shape[0])
 
-    @torch.no_grad()
     def begin(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Prelude:
-        """Everything before the first layer, for T packed rows."""
+        """Everything before the first layer, for T packed rows. Only given rows can need a gradient there."""
         self._notes.clear()
         self.slot.current = current
         try:
-            self._body(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(current.given)):
+                self._body(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
         finally:
             self.slot.current = None
+        assert not current.given or self.embedding.served is current.given, "the model never asked its embedding"
         calls = list(self._notes)
         self._notes.clear()
         return Prelude(calls[0][0][0], calls)
@@ -200,6 +204,12 @@ class Backbone:
         for block in self.blocks:
             x_TD = block.forward(x_TD, prelude, current)
         return self.finish(x_TD, current)
+
+
+def _embedding_of(model: PreTrainedModel, slot: PassSlot) -> TokenEmbedding:
+    module = model.get_input_embeddings()
+    (name,) = [name for name, other in model.named_modules() if other is module]
+    return TokenEmbedding(name, module, slot)
 
 
 def _head_of(model: PreTrainedModel) -> Head:

@@ -15,7 +15,7 @@ ADAPTER_BYTES_PER_PARAMETER = 4 * 4  # fp32: the parameter, its gradient and Ada
 
 
 class Place(NamedTuple):
-    """An attach point: `kind` and `roles` as the backbone names them, its features in and out."""
+    """An attach point: `kind` and `roles` as the backbone names them, its features in and out, a bias or none."""
 
     name: str
     kind: Literal["linear", "norm", "mlp"]
@@ -23,6 +23,7 @@ class Place(NamedTuple):
     layer: int | None
     inputs: int
     outputs: int
+    biased: bool = False
 
 
 class PeftBase(Spec, ABC):
@@ -57,3 +58,8 @@ class PeftBase(Spec, ABC):
     def prefix_length(self) -> int:
         """Learned key/value positions before each sequence (prefix tuning)."""
         return 0
+
+    @property
+    def lead(self) -> int:
+        """Positions before a sequence's own first token."""
+        return self.prefix_length + self.virtual_rows

@@ -1,9 +1,9 @@
-"""How a spec names the modules it adapts: `all-linear`, or literal names and suffixes; never a pattern."""
+"""How a spec names the modules it adapts: all of a kind, or literal names and suffixes; never a pattern."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
@@ -13,19 +13,24 @@ from muxtune.spec.peft.base import Place
 from muxtune.spec.scalars import clip
 
 ALL_LINEAR = "all-linear"
+ALL_NORMS = "all-norms"
 
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
-def _read_targets(value: object) -> object:
-    """`all-linear`, or module names as a list or with commas: literal suffixes or full names, never patterns."""
-    if isinstance(value, str):
-        if value.strip().lower() in ("all", ALL_LINEAR):
-            return ALL_LINEAR
-        value = value.split(",")
-    if not isinstance(value, list | tuple) or not value:
-        raise ConfigError(f"should be {ALL_LINEAR!r} or a list of module names, got {clip(value)}")
-    return tuple(dict.fromkeys(_read_module_name(name) for name in value))
+def _reader(everything: str) -> Callable[[object], object]:
+    """Reads `everything`, or module names as a list or with commas: literal suffixes or full names, never patterns."""
+
+    def read(value: object) -> object:
+        if isinstance(value, str):
+            if value.strip().lower() in ("all", everything):
+                return everything
+            value = value.split(",")
+        if not isinstance(value, list | tuple) or not value:
+            raise ConfigError(f"should be {everything!r} or a list of module names, got {clip(value)}")
+        return tuple(dict.fromkeys(_read_module_name(name) for name in value))
+
+    return read
 
 
 def _read_module_name(value: object) -> str:
@@ -38,22 +43,27 @@ def _read_module_name(value: object) -> str:
     return name
 
 
-Targets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_read_targets)]
+Targets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_reader(ALL_LINEAR))]
+NormTargets = Annotated[Literal["all-norms"] | tuple[str, ...], BeforeValidator(_reader(ALL_NORMS))]
 
 
-def targeted(targets: str | tuple[str, ...], places: Iterable[Place]) -> list[Place]:
-    """The linears among `places` that `targets` names (peft's rule: a whole path, or a suffix at a dot)."""
-    linear = [place for place in places if place.kind == "linear"]
-    if targets == ALL_LINEAR:
-        return linear
-    return [place for place in linear if any(_names(target, place) for target in targets)]
+def targeted(
+    targets: str | tuple[str, ...], places: Iterable[Place], kind: Literal["linear", "norm"] = "linear"
+) -> list[Place]:
+    """Those of a kind among `places` that `targets` names (peft's rule: a whole path, or a suffix at a dot)."""
+    own = [place for place in places if place.kind == kind]
+    if isinstance(targets, str):
+        return own
+    return [place for place in own if any(_names(target, place) for target in targets)]
 
 
-def unmatched(targets: str | tuple[str, ...], places: Iterable[Place]) -> tuple[str, ...]:
-    """The targets that name no linear among `places`."""
-    linear = targeted(ALL_LINEAR, places)
-    wanted = () if targets == ALL_LINEAR else targets
-    return tuple(target for target in wanted if not any(_names(target, place) for place in linear))
+def unmatched(
+    targets: str | tuple[str, ...], places: Iterable[Place], kind: Literal["linear", "norm"] = "linear"
+) -> tuple[str, ...]:
+    """The targets that name none of the kind among `places`."""
+    own = [place for place in places if place.kind == kind]
+    wanted = () if isinstance(targets, str) else targets
+    return tuple(target for target in wanted if not any(_names(target, place) for place in own))
 
 
 def _names(target: str, place: Place) -> bool:

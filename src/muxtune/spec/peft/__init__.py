@@ -1,7 +1,23 @@
 """PEFT specs: which adapter a job trains, and what it costs, from attach points alone."""
 
 from muxtune.spec.peft.base import PeftBase, Place
+from muxtune.spec.peft.bitfit import BitFit
+from muxtune.spec.peft.bottleneck import Bottleneck
+from muxtune.spec.peft.ln_tuning import LnTuning
 from muxtune.spec.peft.lora import Lora
+from muxtune.spec.peft.shira import Shira
 from muxtune.spec.peft.union import PEFT_SPECS, PeftSpec, peft_family, read_peft
 
-__all__ = ["PEFT_SPECS", "Lora", "PeftBase", "PeftSpec", "Place", "peft_family", "read_peft"]
+__all__ = [
+    "PEFT_SPECS",
+    "BitFit",
+    "Bottleneck",
+    "LnTuning",
+    "Lora",
+    "PeftBase",
+    "PeftSpec",
+    "Place",
+    "Shira",
+    "peft_family",
+    "read_peft",
+]

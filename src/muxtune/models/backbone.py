@@ -157,11 +157,19 @@ class Backbone:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every attach point, as specs see it."""
-        return tuple(
+        """The token embedding and every attach point, as specs see them."""
+        points = (
             Place(op.name, op.kind, op.roles, op.layer, op.in_features, op.out_features, op.biased)
             for op in self.ops.values()
         )
+        return self.embedding.place, *points
+
+    @property
+    def key_value_shape(self) -> tuple[int, int]:
+        """Key/value heads and their width, of every layer."""
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return int(heads), int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     @property
     def module_names(self) -> list[str]:
@@ -181,7 +189,8 @@ class Backbone:
                 self._body(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
         finally:
             self.slot.current = None
-        assert not current.given or self.embedding.served is current.given, "the model never asked its embedding"
+        served, self.embedding.served = self.embedding.served, ()
+        assert served is current.given or not current.given, "the model does not use its embedding"
         calls = list(self._notes)
         self._notes.clear()
         return Prelude(calls[0][0][0], calls)

@@ -11,7 +11,7 @@ A module says that once, plainly, through autograd (`forward_plain`, and `input_
 other rows). A type that only ever adds to the BaseOp's output may also come as a hand-written pair
 (`AdditiveModule`), which is faster; a test holds pair and plain equal.
 
-Legend: t rows of one task, I input features, O output features.
+Legend: t rows of one task, I input features, O output features, V virtual rows, E embedding width, P prefix positions.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from muxtune.peft.dropout import RowKeys
 from muxtune.peft.parameters import FlatParameters
+from muxtune.spec.peft import Place
 
 
 class BaseOp(Protocol):
@@ -78,6 +79,26 @@ class BackboneView(Protocol):
     @property
     def module_names(self) -> Sequence[str]:
         """Every module path of the model, attach point or not."""
+        ...
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """The token embedding and the attach points, as specs see them."""
+        ...
+
+    @property
+    def key_value_shape(self) -> tuple[int, int]:
+        """Key/value heads and their width, of every layer."""
+        ...
+
+
+class Prefix(Protocol):
+    """Learned keys and values that each of a task's queries sees before its own sequence."""
+
+    @property
+    def length(self) -> int: ...
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[1, G, P, K] each, for G key/value heads of width K."""
         ...
 
 
@@ -139,6 +160,10 @@ class PlainModule:
 class Adapter:
     """One task's trainable parameters: a module at each attach point, their values in one flat buffer.
 
+    A type may also put learned positions before each of the task's sequences, whose own positions go on from there:
+    `prefix`, which is keys and values only, and then `virtual_VE`, which are input rows like those of V tokens. The
+    two are read anew for each pass.
+
     Args:
         fixed: named tensors that belong to the adapter and are never trained, but without which its parameters mean
             nothing (the places of a sparse delta, say); they travel with the parameters.
@@ -158,6 +183,15 @@ class Adapter:
         self.fixed: Mapping[str, Tensor] = fixed or {}
         self.stochastic = stochastic
 
+    prefix: Prefix | None = None
+    virtual_VE: Tensor | None = None
+
+    @property
+    def lead(self) -> int:
+        """Positions before a sequence's own first token."""
+        prefix = self.prefix.length if self.prefix is not None else 0
+        return prefix + (self.virtual_VE.shape[0] if self.virtual_VE is not None else 0)
+
     @property
     def layout(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Name, shape and dtype of all that `state` holds."""
@@ -166,7 +200,8 @@ class Adapter:
 
     def state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of everything that makes it the adapter it is: parameters and fixed tensors."""
-        return self.parameters.export() | {name: tensor.cpu().clone() for name, tensor in self.fixed.items()}
+        fixed = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in self.fixed.items()}
+        return self.parameters.export() | fixed
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of `state`, which has this adapter's names and shapes."""

@@ -15,10 +15,11 @@ ADAPTER_BYTES_PER_PARAMETER = 4 * 4  # fp32: the parameter, its gradient and Ada
 
 
 class Place(NamedTuple):
-    """An attach point: `kind` and `roles` as the backbone names them, its features in and out, a bias or none."""
+    """An attach point, or the token embedding (its entries and its width): `kind` and `roles` as the backbone names
+    them, its features in and out, a bias or none."""
 
     name: str
-    kind: Literal["linear", "norm", "mlp"]
+    kind: Literal["linear", "norm", "mlp", "embedding"]
     roles: frozenset[str]
     layer: int | None
     inputs: int

@@ -44,18 +44,12 @@ def test_target_modules_are_literal_names() -> None:
         assert caught.value.where == "target_modules"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("ia3", "prefix_tuning", "prompt_tuning", "bottleneck", "bitfit", "ln_tuning", "shira"),
-        *("dora", "rslora", "pissa", "houlsby", "pfeiffer", "parallel", "DoRA"),
-    ],
-)
+@pytest.mark.parametrize("name", ["ia3", "prefix_tuning", "prompt_tuning", "IA3"])
 def test_types_to_come_are_known_and_refused(name: str) -> None:
     for value in (name, {"type": name, "anything": 1}):
         with pytest.raises(ConfigError, match="is not supported yet") as caught:
             read_peft(value)
-        assert caught.value.hint == "supported: lora"
+        assert (caught.value.hint or "").startswith("supported: lora")
 
 
 def test_a_misspelt_type_names_the_nearest() -> None:

@@ -1,8 +1,8 @@
 """The union of the PEFT specs that train today, and the names it is read from.
 
 `read_peft` picks the member by `type`. A new PEFT type is a spec in this package and an entry in `PEFT_SPECS`; a short
-name (`dora` is `lora` with `use_dora`) is an entry in `_SHORT_NAMES`. Names that config.md knows and nothing implements yet
-are refused as such, not as unknown.
+name (`dora` is `lora` with `use_dora`) is an entry in `_SHORT_NAMES`. Names that config.md knows and nothing implements
+yet are refused as such, not as unknown.
 """
 
 from __future__ import annotations

@@ -165,11 +165,12 @@ class Backbone:
         return self.embedding.place, *points
 
     @property
-    def key_value_shape(self) -> tuple[int, int]:
-        """Key/value heads and their width, of every layer."""
+    def attention_shape(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads and the width of one, of every layer."""
         config = self.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return int(heads), int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        heads = int(config.num_attention_heads)
+        key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+        return heads, int(key_value_heads), int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
     @property
     def module_names(self) -> list[str]:

@@ -87,8 +87,8 @@ class BackboneView(Protocol):
         ...
 
     @property
-    def key_value_shape(self) -> tuple[int, int]:
-        """Key/value heads and their width, of every layer."""
+    def attention_shape(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads and the width of one, of every layer."""
         ...
 
 
@@ -205,6 +205,7 @@ class Adapter:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of `state`, which has this adapter's names and shapes."""
+        assert state.keys() == self.layout.keys(), "the state of another adapter"
         self.parameters.load({name: state[name] for name in self.parameters.views})
         for name, tensor in self.fixed.items():
             assert state[name].shape == tensor.shape, name

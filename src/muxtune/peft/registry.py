@@ -18,15 +18,18 @@ from muxtune.peft.base import Adapter, BackboneView
 from muxtune.peft.convert import PeftPayload
 from muxtune.peft.folder import CONFIG_FILE, read_config
 from muxtune.peft.lora_type import LORA
+from muxtune.peft.prefix_tuning import PREFIX_TUNING
+from muxtune.peft.prompt_tuning import PROMPT_TUNING
 from muxtune.peft.stored import StoredAdapter
-from muxtune.spec.peft import Lora, PeftBase
+from muxtune.spec.peft import Lora, PeftBase, PrefixTuning, PromptTuning
 
 
 class PeftType(Protocol):
     """What a PEFT type must be able to do with its spec. `spec` is always of the class it is registered under."""
 
     def build(self, spec: Any, view: BackboneView, *, seed: int, dtype: torch.dtype, device: torch.device) -> Adapter:
-        """A fresh adapter that leaves the backbone's function as it is; its start depends on `seed` and names alone.
+        """A fresh adapter that leaves the backbone's function as it is, unless its method says otherwise (a prefix, a
+        prompt); its start depends on `seed` and names alone.
 
         `dtype` is that of the parameters. Raises AdapterError where a target matches nothing, or where the family has
         no place for the type.
@@ -45,8 +48,16 @@ class PeftType(Protocol):
         ...
 
 
-TYPES: Mapping[type, PeftType] = {Lora: LORA}
-READERS: Mapping[str, PeftType] = {"LORA": LORA}  # by the peft_type of adapter_config.json
+TYPES: Mapping[type, PeftType] = {
+    Lora: LORA,
+    PrefixTuning: PREFIX_TUNING,
+    PromptTuning: PROMPT_TUNING,
+}
+READERS: Mapping[str, PeftType] = {  # by the peft_type of adapter_config.json
+    "LORA": LORA,
+    "PREFIX_TUNING": PREFIX_TUNING,
+    "PROMPT_TUNING": PROMPT_TUNING,
+}
 
 
 def build_adapter(

@@ -5,6 +5,8 @@ from muxtune.spec.peft.bitfit import BitFit
 from muxtune.spec.peft.bottleneck import Bottleneck
 from muxtune.spec.peft.ln_tuning import LnTuning
 from muxtune.spec.peft.lora import Lora
+from muxtune.spec.peft.prefix_tuning import PrefixTuning
+from muxtune.spec.peft.prompt_tuning import PromptTuning
 from muxtune.spec.peft.shira import Shira
 from muxtune.spec.peft.union import PEFT_SPECS, PeftSpec, peft_family, read_peft
 
@@ -17,6 +19,8 @@ __all__ = [
     "PeftBase",
     "PeftSpec",
     "Place",
+    "PrefixTuning",
+    "PromptTuning",
     "Shira",
     "peft_family",
     "read_peft",

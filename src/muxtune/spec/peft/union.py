@@ -18,6 +18,8 @@ from muxtune.spec.peft.bitfit import BitFit
 from muxtune.spec.peft.bottleneck import Bottleneck
 from muxtune.spec.peft.ln_tuning import LnTuning
 from muxtune.spec.peft.lora import Lora
+from muxtune.spec.peft.prefix_tuning import PrefixTuning
+from muxtune.spec.peft.prompt_tuning import PromptTuning
 from muxtune.spec.peft.shira import Shira
 from muxtune.spec.scalars import clip, nearest
 
@@ -30,7 +32,7 @@ _SHORT_NAMES: Mapping[str, tuple[str, str, object]] = {
     "pfeiffer": ("bottleneck", "placement", "pfeiffer"),
     "parallel": ("bottleneck", "placement", "parallel"),
 }
-_LATER = ("ia3", "prefix_tuning", "prompt_tuning")
+_LATER = ("ia3",)
 
 PEFT_SPECS: Mapping[str, type[PeftBase]] = {
     "lora": Lora,
@@ -38,6 +40,8 @@ PEFT_SPECS: Mapping[str, type[PeftBase]] = {
     "bitfit": BitFit,
     "ln_tuning": LnTuning,
     "shira": Shira,
+    "prefix_tuning": PrefixTuning,
+    "prompt_tuning": PromptTuning,
 }
 
 

@@ -139,10 +139,10 @@ def read_number(
 
 def read_flag(config: Mapping[str, JsonValue], key: str, where: str) -> bool:
     """A flag, false where the key is not set."""
-    value = config.get(key, False)
-    if not isinstance(value, bool):
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
         raise AdapterError(f"{key} must be true or false, not {clip(value)}", where=where)
-    return value
+    return value is True
 
 
 def _is_one_of(value: JsonValue, allowed: Iterable[JsonValue]) -> bool:

@@ -37,7 +37,6 @@ class LoraFormat:
 
 
 _NEUTRAL: Neutral = {
-    "use_dora": ((None, False), "DoRA is not supported yet"),
     "bias": (("none",), "trained biases are not LoRA weights"),
     "lora_bias": ((None, False), "a bias on lora_B is not supported"),
     "init_lora_weights": (
@@ -55,6 +54,7 @@ _HARMLESS = frozenset(
         "lora_alpha",
         "lora_dropout",
         "use_rslora",
+        "use_dora",
         "fan_in_fan_out",
         "megatron_core",
         "qalora_group_size",
@@ -71,9 +71,10 @@ def parse_lora_config(config: Mapping[str, JsonValue], *, where: str, max_rank: 
     check_keys(config, peft_type="LORA", neutral=_NEUTRAL, harmless=_HARMLESS, where=where)
     return LoraFormat(
         r=_rank(config.get("r"), max_rank, where),
-        lora_alpha=read_number(config, "lora_alpha", 8.0, 0.0, 1e6, where),
+        lora_alpha=read_number(config, "lora_alpha", 8.0, 1e-6, 1e6, where),
         lora_dropout=read_number(config, "lora_dropout", 0.0, 0.0, 1.0, where),
         use_rslora=read_flag(config, "use_rslora", where),
+        use_dora=read_flag(config, "use_dora", where),
         fan_in_fan_out=read_flag(config, "fan_in_fan_out", where),
     )
 

@@ -23,7 +23,8 @@ from muxtune.spec.job import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
-    """What one job brings: its longest sequence, rows of its widest chunk at most, and its adapter."""
+    """What one job brings: its longest sequence (virtual tokens included), rows of its widest chunk at most, and its
+    adapter."""
 
     job: JobSpec
     longest: int
@@ -89,7 +90,8 @@ def admit(
 def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSize:
     job = prepared.job
     longest = max(len(sequence) for sequence in prepared.data.train)
-    widest = max(longest, min(DEFAULT_CHUNK_TOKENS, longest * job.effective_batch))
+    rows, seen = longest + job.peft.virtual_rows, longest + job.peft.lead
+    widest = max(rows, min(DEFAULT_CHUNK_TOKENS, rows * job.effective_batch))
     parameters = job.peft.parameters(model.places)
     unknown = job.peft.unmatched(model.places)
     if unknown or not parameters:
@@ -100,11 +102,11 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSiz
     wide = torch.promote_types(dtype, torch.float32).itemsize // 4
     return JobSize(
         job,
-        longest,
+        seen,
         widest,
         parameters,
         job.peft.state_bytes(model.places) * wide,
-        model.activation_bytes(widest, longest),
+        model.activation_bytes(widest, seen),
         job.peft.flops_per_token(model.places),
     )
 

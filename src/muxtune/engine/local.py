@@ -206,10 +206,11 @@ class LocalEngine(Engine):
         name, voice = self._voice(task)
         ids = prompt_ids(voice.renderer, voice.form, prompt)
         limit = self.backbone.max_positions
-        if limit is not None and len(ids) + max_new_tokens > limit:
-            max_new_tokens = limit - len(ids)
+        if limit is not None:
+            limit -= self.task(name).job.peft.lead if name is not None else 0
+            max_new_tokens = min(max_new_tokens, limit - len(ids))
             if max_new_tokens < 1:
-                raise ConfigError(f"the prompt has {len(ids)} tokens, the base model takes {limit}", where="prompt")
+                raise ConfigError(f"the prompt has {len(ids)} tokens, there is room for {limit}", where="prompt")
         return Request(name, ids.tolist(), frozenset(voice.form.stop_token_ids), max_new_tokens)
 
     def _voice(self, task: Task | str | None) -> tuple[str | None, Voice]:

@@ -116,7 +116,7 @@ class Task:
         return self._participant(self.validation_source, self.data.validation, indices)
 
     def _participant(self, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int]) -> Participant:
-        return participant_of(self.name, source, sequences, indices, self.chunk_tokens)
+        return participant_of(self.job, source, sequences, indices, self.chunk_tokens)
 
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
@@ -160,14 +160,16 @@ class Task:
 
 
 def participant_of(
-    task: str | None, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int], chunk_tokens: int
+    job: JobSpec, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int], chunk_tokens: int
 ) -> Participant:
-    """Sequences `indices` of a source as chunks, with the denominator of them all."""
+    """Sequences `indices` of a source as chunks, with the denominator of them all. Virtual rows count as tokens do."""
     chosen = [sequences[index] for index in indices]
-    chunks = split_chunks([len(sequence) for sequence in chosen], chunk_tokens)
+    virtual = job.peft.virtual_rows
+    chunks = split_chunks([len(sequence) + virtual for sequence in chosen], chunk_tokens)
     return Participant(
-        task,
+        job.name,
         source,
         tuple(tuple(SequenceRef(indices[place], len(chosen[place])) for place in chunk) for chunk in chunks),
         int(np.sum([sequence.trained_tokens for sequence in chosen])) or 1,
+        virtual,
     )

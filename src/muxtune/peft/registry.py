@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from muxtune.peft.folder import CONFIG_FILE, read_config
 from muxtune.peft.lora_type import LORA
 from muxtune.peft.prefix_tuning import PREFIX_TUNING
 from muxtune.peft.prompt_tuning import PROMPT_TUNING
-from muxtune.peft.stored import StoredAdapter
+from muxtune.peft.stored import Changes, StoredAdapter
 from muxtune.spec.peft import Lora, PeftBase, PrefixTuning, PromptTuning
 
 
@@ -44,6 +44,18 @@ class PeftType(Protocol):
         """An adapter folder of this type, which is untrusted input.
 
         Raises AdapterError for whatever is wrong with it, before any memory is spent on its tensors.
+        """
+        ...
+
+
+@runtime_checkable
+class MergeableType(Protocol):
+    """A PEFT type whose adapters are changes of the base model's own parameters, and so can be merged into them."""
+
+    def changes(self, stored: StoredAdapter, view: BackboneView) -> Changes:
+        """What the adapter makes of each parameter that it changes.
+
+        Raises AdapterError where the base model has no such parameter (a bias of a linear without one).
         """
         ...
 
@@ -85,6 +97,17 @@ def read_stored(folder: Path, view: BackboneView, *, base_sha256: str | None) ->
             hint="supported: " + ", ".join(sorted(READERS)),
         )
     return found.read(folder, view, base_sha256=base_sha256)
+
+
+def changes(stored: StoredAdapter, view: BackboneView) -> Changes:
+    """See `MergeableType.changes`. Raises AdapterError for a type that is no change of parameters."""
+    kind = TYPES[type(stored.spec)]
+    if not isinstance(kind, MergeableType):
+        raise AdapterError(
+            f"a {stored.spec.type} adapter cannot be merged: it is more than other values of the base model's weights",
+            hint="use it beside the base model: --format peft",
+        )
+    return kind.changes(stored, view)
 
 
 def start_from(spec: PeftBase, adapter: Adapter, folder: Path, view: BackboneView, *, base_sha256: str | None) -> None:

@@ -23,6 +23,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 PREFIX = "base_model.model."
 _WEIGHT_DTYPES = ("F32", "F16", "BF16")
+_INTEGER_DTYPES = ("I32", "I64", "F32")  # peft on Windows saves integers as floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,15 @@ def _number_free(suffix: str) -> bool:
 
 
 def check_layout(
-    found: Mapping[str, TensorInfo], layout: Mapping[str, Shape], *, why_extra: Callable[[str], str], where: str
+    found: Mapping[str, TensorInfo],
+    layout: Mapping[str, Shape],
+    *,
+    why_extra: Callable[[str], str],
+    where: str,
+    integers: Collection[str] = (),
 ) -> None:
-    """Raises AdapterError unless the header holds exactly the tensors of `layout`, in a dtype of weights.
+    """Raises AdapterError unless the header holds exactly the tensors of `layout`, in a dtype of weights, or of whole
+    numbers where they are among `integers`.
 
     `why_extra` says in words why a tensor of that name is none of them.
     """
@@ -85,8 +92,9 @@ def check_layout(
             hint="the file is not complete, or adapter_config.json names more than was saved",
         )
     for name, info in found.items():
-        if info.dtype not in _WEIGHT_DTYPES:
-            raise AdapterError(f"{name!r} is {info.dtype}, not one of {', '.join(_WEIGHT_DTYPES)}", where=where)
+        allowed = _INTEGER_DTYPES if name in integers else _WEIGHT_DTYPES
+        if info.dtype not in allowed:
+            raise AdapterError(f"{name!r} is {info.dtype}, not one of {', '.join(allowed)}", where=where)
         if info.shape != layout[name]:
             raise AdapterError(
                 f"{name!r} is {list(info.shape)}, this model and adapter_config.json need {list(layout[name])}",

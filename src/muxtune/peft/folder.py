@@ -13,7 +13,7 @@ never opened. A folder is read in time and memory proportional to what its confi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,8 +106,10 @@ def read_tensors(
     *,
     why_extra: Callable[[str], str],
     base_sha256: str | None = None,
+    integers: Collection[str] = (),
 ) -> StoredTensors:
-    """The tensors of an adapter folder that anyone may have written, which must be exactly those of `layout`.
+    """The tensors of an adapter folder that anyone may have written, which must be exactly those of `layout`: fp32, and
+    int64 those of `integers`.
 
     Args:
         config: of the folder, which the type has judged.
@@ -122,8 +124,11 @@ def read_tensors(
     _check_base(manifest, base_sha256, folder)
     weights = folder / WEIGHTS_FILE
     with SafetensorsFile(weights) as file:
-        check_layout(file.tensors, layout, why_extra=why_extra, where=str(weights))
-        tensors = {name: tensor.float().contiguous() for name, tensor in file.load().items()}
+        check_layout(file.tensors, layout, why_extra=why_extra, where=str(weights), integers=integers)
+        tensors = {
+            name: tensor.to(torch.int64 if name in integers else torch.float32).contiguous()
+            for name, tensor in file.load().items()
+        }
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise AdapterError(f"{name!r} holds NaN or infinity", where=str(weights), hint="use an earlier checkpoint")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from muxtune.api import RunResult, train
     from muxtune.engine.local import LocalEngine as Engine
     from muxtune.spec import (
+        IA3,
         BitFit,
         Bottleneck,
         Dataset,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "IA3",
     "BitFit",
     "Bottleneck",
     "Dataset",

@@ -17,11 +17,12 @@ from muxtune.errors import AdapterError
 from muxtune.peft.base import Adapter, BackboneView
 from muxtune.peft.convert import PeftPayload
 from muxtune.peft.folder import CONFIG_FILE, read_config
+from muxtune.peft.ia3_type import IA3_TYPE
 from muxtune.peft.lora_type import LORA
 from muxtune.peft.prefix_tuning import PREFIX_TUNING
 from muxtune.peft.prompt_tuning import PROMPT_TUNING
 from muxtune.peft.stored import Changes, StoredAdapter
-from muxtune.spec.peft import Lora, PeftBase, PrefixTuning, PromptTuning
+from muxtune.spec.peft import IA3, Lora, PeftBase, PrefixTuning, PromptTuning
 
 
 class PeftType(Protocol):
@@ -62,11 +63,13 @@ class MergeableType(Protocol):
 
 TYPES: Mapping[type, PeftType] = {
     Lora: LORA,
+    IA3: IA3_TYPE,
     PrefixTuning: PREFIX_TUNING,
     PromptTuning: PROMPT_TUNING,
 }
 READERS: Mapping[str, PeftType] = {  # by the peft_type of adapter_config.json
     "LORA": LORA,
+    "IA3": IA3_TYPE,
     "PREFIX_TUNING": PREFIX_TUNING,
     "PROMPT_TUNING": PROMPT_TUNING,
 }

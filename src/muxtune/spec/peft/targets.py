@@ -43,6 +43,12 @@ def _read_module_name(value: object) -> str:
     return name
 
 
+def _read_names(value: object) -> object:
+    """Module names as a list or with commas; a list may be empty."""
+    return () if value in ((), []) else _reader(ALL_LINEAR)(value)
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_read_names)]
 Targets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_reader(ALL_LINEAR))]
 NormTargets = Annotated[Literal["all-norms"] | tuple[str, ...], BeforeValidator(_reader(ALL_NORMS))]
 

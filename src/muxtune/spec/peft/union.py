@@ -1,8 +1,7 @@
 """The union of the PEFT specs that train today, and the names it is read from.
 
 `read_peft` picks the member by `type`. A new PEFT type is a spec in this package and an entry in `PEFT_SPECS`; a short
-name (`dora` is `lora` with `use_dora`) is an entry in `_SHORT_NAMES`. Names that config.md knows and nothing implements
-yet are refused as such, not as unknown.
+name (`dora` is `lora` with `use_dora`) is an entry in `_SHORT_NAMES`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from muxtune.errors import ConfigError
 from muxtune.spec.peft.base import PeftBase
 from muxtune.spec.peft.bitfit import BitFit
 from muxtune.spec.peft.bottleneck import Bottleneck
+from muxtune.spec.peft.ia3 import IA3
 from muxtune.spec.peft.ln_tuning import LnTuning
 from muxtune.spec.peft.lora import Lora
 from muxtune.spec.peft.prefix_tuning import PrefixTuning
@@ -32,10 +32,10 @@ _SHORT_NAMES: Mapping[str, tuple[str, str, object]] = {
     "pfeiffer": ("bottleneck", "placement", "pfeiffer"),
     "parallel": ("bottleneck", "placement", "parallel"),
 }
-_LATER = ("ia3",)
 
 PEFT_SPECS: Mapping[str, type[PeftBase]] = {
     "lora": Lora,
+    "ia3": IA3,
     "bottleneck": Bottleneck,
     "bitfit": BitFit,
     "ln_tuning": LnTuning,
@@ -86,10 +86,7 @@ def _expanded(given: str, settings: Mapping[str, object]) -> dict[str, object]:
 
 def _refused_type(given: str) -> ConfigError:
     supported = "supported: " + ", ".join(PEFT_SPECS)
-    known = (*PEFT_SPECS, *_LATER, *_SHORT_NAMES)
-    if given.lower() in known:
-        return ConfigError(f"PEFT type {given!r} is not supported yet", where="type", hint=supported)
-    near = nearest(given, known)
+    near = nearest(given, (*PEFT_SPECS, *_SHORT_NAMES))
     hint = f"did you mean {near!r}? {supported}" if near else supported
     return ConfigError(f"unknown PEFT type {given!r}", where="type", hint=hint)
 

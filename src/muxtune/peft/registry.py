@@ -15,14 +15,28 @@ from torch import Tensor
 
 from muxtune.errors import AdapterError
 from muxtune.peft.base import Adapter, BackboneView
+from muxtune.peft.bitfit import BITFIT
+from muxtune.peft.bottleneck import BOTTLENECK
 from muxtune.peft.convert import PeftPayload
 from muxtune.peft.folder import CONFIG_FILE, read_config
 from muxtune.peft.ia3_type import IA3_TYPE
+from muxtune.peft.ln_tuning import LN_TUNING
 from muxtune.peft.lora_type import LORA
 from muxtune.peft.prefix_tuning import PREFIX_TUNING
 from muxtune.peft.prompt_tuning import PROMPT_TUNING
+from muxtune.peft.shira import SHIRA
 from muxtune.peft.stored import Changes, StoredAdapter
-from muxtune.spec.peft import IA3, Lora, PeftBase, PrefixTuning, PromptTuning
+from muxtune.spec.peft import (
+    IA3,
+    BitFit,
+    Bottleneck,
+    LnTuning,
+    Lora,
+    PeftBase,
+    PrefixTuning,
+    PromptTuning,
+    Shira,
+)
 
 
 class PeftType(Protocol):
@@ -66,12 +80,21 @@ TYPES: Mapping[type, PeftType] = {
     IA3: IA3_TYPE,
     PrefixTuning: PREFIX_TUNING,
     PromptTuning: PROMPT_TUNING,
+    Bottleneck: BOTTLENECK,
+    BitFit: BITFIT,
+    LnTuning: LN_TUNING,
+    Shira: SHIRA,
 }
 READERS: Mapping[str, PeftType] = {  # by the peft_type of adapter_config.json
     "LORA": LORA,
     "IA3": IA3_TYPE,
     "PREFIX_TUNING": PREFIX_TUNING,
     "PROMPT_TUNING": PROMPT_TUNING,
+    "MUXTUNE_BOTTLENECK": BOTTLENECK,
+    "MUXTUNE_BITFIT": BITFIT,
+    "BEFT": BITFIT,
+    "LN_TUNING": LN_TUNING,
+    "SHIRA": SHIRA,
 }
 
 

@@ -13,7 +13,6 @@ Legend: t rows of one task, I input features, O output features, R rank.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from muxtune.peft.base import Adapter, BaseOp, PlainModule
 from muxtune.peft.dropout import RowKeys, keep_mask
 from muxtune.peft.parameters import FlatParameters
+from muxtune.peft.start import uniform
 
 
 class LowRankModule(PlainModule):
@@ -160,12 +160,4 @@ def draw_start(ops: Iterable[BaseOp], parameters: FlatParameters, seed: int) -> 
     """Each A as it starts; B stays zero."""
     for op in ops:
         a_RI, _ = pair_of(op, parameters)
-        a_RI.copy_(_uniform(op.name, seed, (a_RI.shape[0], a_RI.shape[1])))
-
-
-def _uniform(attach_point: str, seed: int, shape: tuple[int, int]) -> Tensor:
-    """[R, I] uniform in +-1/sqrt(I), fp32 on the CPU whatever the device, so that devices start alike."""
-    digest = hashlib.blake2b(f"{seed}/{attach_point}/lora_A".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    bound = shape[1] ** -0.5
-    return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+        a_RI.copy_(uniform(seed, f"{op.name}/lora_A", a_RI.shape))

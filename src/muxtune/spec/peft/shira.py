@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from muxtune.errors import ConfigError
-from muxtune.spec.peft.base import PeftBase, Place
+from muxtune.spec.peft.base import ADAPTER_BYTES_PER_PARAMETER, PeftBase, Place
 from muxtune.spec.peft.targets import Targets, targeted, unmatched
 from muxtune.spec.scalars import Integer
+
+_INDEX_BYTES = 8
 
 
 class Shira(PeftBase):
@@ -48,3 +50,7 @@ class Shira(PeftBase):
         own = targeted(self.target_modules, places)
         dense = sum(2 * place.inputs * place.outputs for place in own)
         return 2 * 2 * self.parameters(own) + dense
+
+    def state_bytes(self, places: Iterable[Place]) -> int:
+        """With the row and column of every trained place."""
+        return (ADAPTER_BYTES_PER_PARAMETER + 2 * _INDEX_BYTES) * self.parameters(places)

@@ -109,14 +109,14 @@ class BottleneckType:
             spec = Bottleneck(**{key: config[key] for key in _SETTINGS if key in config})
         except ConfigError as error:
             raise AdapterError(f"{error.where} {error.message}", where=where, hint=error.hint) from error
-        shapes = {key: shape for op in _places(spec, view).values() for key, shape in _shapes(spec, op).items()}
+        shapes = {key: shape for op in _places(spec, view, where).values() for key, shape in _shapes(spec, op).items()}
         layout = {f"{PREFIX}{key}": shape for key, shape in shapes.items()}
         found = read_tensors(folder, config, layout, why_extra=_why_extra, base_sha256=base_sha256)
         values = {key: found.tensors[f"{PREFIX}{key}"] for key in shapes}
         return StoredAdapter(spec, values, found.base_name, found.manifest)
 
 
-def _places(spec: Bottleneck, view: BackboneView) -> dict[str, BaseOp]:
+def _places(spec: Bottleneck, view: BackboneView, where: str = "peft.placement") -> dict[str, BaseOp]:
     """The attach points of the spec's placement. Raises AdapterError where the family lacks one."""
     present = {role for op in view.ops.values() for role in op.roles}
     if not present.issuperset(spec.roles):
@@ -126,7 +126,7 @@ def _places(spec: Bottleneck, view: BackboneView) -> dict[str, BaseOp]:
         raise AdapterError(
             f"placement {spec.placement} has no place in this base model, "
             "which has no such operator of its own, or is of a family whose parts are not known here",
-            where="peft.placement",
+            where=where,
             hint=f"possible here: {', '.join(usable)}" if usable else "choose another PEFT type",
         )
     return {name: op for name, op in view.ops.items() if not op.roles.isdisjoint(spec.roles)}

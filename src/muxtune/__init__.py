@@ -14,26 +14,47 @@ from muxtune.errors import MuxTuneError
 if TYPE_CHECKING:
     from muxtune.api import RunResult, train
     from muxtune.engine.local import LocalEngine as Engine
-    from muxtune.spec import Dataset, Job, Lora, RunSpec, StepResult, Validation
+    from muxtune.spec import (
+        IA3,
+        BitFit,
+        Bottleneck,
+        Dataset,
+        Job,
+        LnTuning,
+        Lora,
+        PrefixTuning,
+        PromptTuning,
+        RunSpec,
+        Shira,
+        StepResult,
+        Validation,
+    )
 
 __all__ = [
+    "IA3",
+    "BitFit",
+    "Bottleneck",
     "Dataset",
     "Engine",
     "Job",
+    "LnTuning",
     "Lora",
     "MuxTuneError",
+    "PrefixTuning",
+    "PromptTuning",
     "RunResult",
     "RunSpec",
+    "Shira",
     "StepResult",
     "Validation",
     "train",
 ]
 
-_HOMES = {
+_HOMES = {name: ("muxtune.spec", name) for name in __all__ if name != "MuxTuneError"} | {
     "Engine": ("muxtune.engine.local", "LocalEngine"),
     "train": ("muxtune.api", "train"),
     "RunResult": ("muxtune.api", "RunResult"),
-} | {name: ("muxtune.spec", name) for name in ("Dataset", "Job", "Lora", "RunSpec", "StepResult", "Validation")}
+}
 
 
 def __getattr__(name: str) -> object:

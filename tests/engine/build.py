@@ -21,8 +21,8 @@ from muxtune.engine.runner import Runner
 from muxtune.engine.task import Sequences, Task
 from muxtune.models import attention
 from muxtune.models.backbone import Backbone
-from muxtune.peft.build import build_adapter
 from muxtune.peft.dropout import keep_mask, row_keys
+from muxtune.peft.registry import build_adapter
 from muxtune.spec.event import RunEvent, StepResult
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft import Lora
@@ -110,7 +110,7 @@ def attach(engine: Engine, trial: Trial, examples: Sequence[TokenSequence] | Non
 
 
 def start_values(backbone: Backbone, trial: Trial) -> dict[str, LoraPair]:
-    adapter = build_adapter(trial.job.peft, backbone.attach_points, seed=0, dtype=torch.float32, device=CPU)
+    adapter = build_adapter(trial.job.peft, backbone, seed=0, dtype=torch.float32, device=CPU)
     drawn = random_lora(backbone.model, r=trial.r, seed=trial.seed)
     return {name: drawn[name] for name in adapter.modules}
 

@@ -145,6 +145,82 @@ def test_from_a_cache_it_sees_what_went_before(name: str, steps: Sequence[int]) 
     assert torch.allclose(torch.cat(rows), _textbook(*(tensor[0] for tensor in inputs), shape), rtol=1e-12, atol=1e-13)
 
 
+class _Span:
+    """Keys and values of a layer, another one of each layer."""
+
+    def __init__(self, groups: int, positions: int, seed: int, dtype: torch.dtype = torch.float64) -> None:
+        self.layers = [[_rows(groups, positions, seed + 10 * n, dtype) for n in (layer, layer + 2)] for layer in (0, 1)]
+        self.leaves = [tensor.requires_grad_() for pair in self.layers for tensor in pair]
+
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        key, value = self.layers[layer]
+        return key, value
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("name", SHAPES)
+def test_spans_come_before_the_rows_of_their_segment_alone(name: str, layer: int) -> None:
+    """As one longer sequence of which the last rows ask, gradients included; windows count spans in."""
+    shape, total = SHAPES[name], sum(LENGTHS)
+    heads = (shape.heads, shape.groups, shape.groups)
+    inputs = [_rows(count, total, seed).clone().requires_grad_() for seed, count in enumerate(heads)]
+    twins = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    near, far = _Span(shape.groups, 2, 31), _Span(shape.groups, 6, 47)
+    near_twin, far_twin = _Span(shape.groups, 2, 31), _Span(shape.groups, 6, 47)
+    spans = [(near,), (far, near), (), (near,)]
+    segments = [Segment(n, spans=own) for n, own in zip(LENGTHS, spans, strict=True)]
+    output, _ = packed_attention(
+        _module(AttentionContext(segments), layer),
+        *inputs,
+        None,
+        scaling=shape.scaling,
+        sliding_window=shape.window,
+        softcap=shape.softcap,
+    )
+    expected = []
+    parts = zip(*(tensor[0].split(LENGTHS, dim=1) for tensor in twins), strict=True)
+    for (q, k, v), own in zip(parts, [(near_twin,), (far_twin, near_twin), (), (near_twin,)], strict=True):
+        pairs = [span.keys_values(layer) for span in own]
+        keys = torch.cat([*(key[0] for key, _ in pairs), k], dim=1)
+        values = torch.cat([*(value[0] for _, value in pairs), v], dim=1)
+        expected.append(_textbook(q, keys, values, shape))
+    assert torch.allclose(output[0], torch.cat(expected), rtol=1e-12, atol=1e-13)
+    weights = torch.randn(output[0].shape, generator=torch.Generator().manual_seed(9), dtype=output.dtype)
+    (output[0] * weights).sum().backward()
+    (torch.cat(expected) * weights).sum().backward()
+    for own, reference in zip(
+        [*inputs, *near.leaves, *far.leaves], [*twins, *near_twin.leaves, *far_twin.leaves], strict=True
+    ):
+        assert (own.grad is None) == (reference.grad is None)
+        assert own.grad is None or torch.allclose(own.grad, reference.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_span_given_to_the_first_pass_stays_in_the_cache(name: str) -> None:
+    shape = SHAPES[name]
+    heads = (shape.heads, shape.groups, shape.groups)
+    q, k, v = (_rows(count, 9, seed) for seed, count in enumerate(heads))
+    span, cache, rows = _Span(shape.groups, 5, 31), KVCache(), []
+    with torch.no_grad():
+        for start, stop in ((0, 4), (4, 5), (5, 9)):
+            own = [tensor[:, :, start:stop] for tensor in (q, k, v)]
+            segment = Segment(stop - start, 3, (span,) if start == 0 else ())
+            rows.append(_run(AttentionContext([segment], cache), *own, shape)[0])
+        key, value = (
+            torch.cat([own[0], rest[0]], dim=1) for own, rest in zip(span.keys_values(0), (k, v), strict=True)
+        )
+    assert torch.allclose(torch.cat(rows), _textbook(q[0], key, value, shape), rtol=1e-12, atol=1e-13)
+
+
+def test_a_span_takes_the_precision_of_the_rows() -> None:
+    span = _Span(4, 3, 31, torch.float32)
+    rows = [_rows(4, 5, seed).to(torch.bfloat16) for seed in range(3)]
+    output = _run(AttentionContext([Segment(5, spans=(span,))]), *rows, Shape())
+    output.float().square().sum().backward()
+    assert output.dtype is torch.bfloat16 and span.leaves[0].grad.dtype is torch.float32
+    assert bool(span.leaves[0].grad.any())
+
+
 def test_it_counts_its_calls_by_layer_and_refuses_to_run_outside_a_pass() -> None:
     context = AttentionContext([Segment(3)])
     inputs = [_rows(2, 3, seed) for seed in range(3)]

@@ -15,8 +15,8 @@ from muxtune.errors import AdapterError, ModelError
 from muxtune.models import merge_check
 from muxtune.models.merge import merge_into
 from muxtune.models.sources import ModelFolder
-from muxtune.peft.folder import read_adapter
 from muxtune.peft.lora_config import LoraFormat
+from muxtune.peft.lora_convert import read_lora
 from tests.peft.adapters import Pairs, adapted_logits, linear_sizes, random_pairs, some_ids, write_lora
 from tests.tiny import tiny_folder, tiny_model
 
@@ -54,7 +54,7 @@ def test_merged_equals_peft_and_plain_arithmetic(arch: str, tmp_path: Path) -> N
     base = model_folder(tiny_folder(tmp_path / "base", arch), tmp_path)
     pairs = pairs_of(arch)
     adapter = write_lora(tmp_path / "a", tiny_model(arch), pairs, LoraFormat(4, 10, fan_in_fan_out=arch == "gpt2"))
-    loaded = read_adapter(adapter, linear_sizes(tiny_model(arch)))
+    loaded = read_lora(adapter, linear_sizes(tiny_model(arch)))
     report = merge_into(base, loaded.tensors, tmp_path / "merged", scale=loaded.form.scale)
 
     merged = logits(load(tmp_path / "merged"))

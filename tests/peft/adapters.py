@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from muxtune.data.manifest import BaseIdentity, DatasetRecord, PromptFormat, TrainingManifest
-from muxtune.peft.convert import export_lora
 from muxtune.peft.folder import write_adapter
 from muxtune.peft.lora_config import LoraFormat
+from muxtune.peft.lora_convert import export_lora
 from tests.tiny_tokenizer import END_OF_TURN_ID
 
 Pairs = dict[str, tuple[Tensor, Tensor]]

@@ -15,13 +15,16 @@ class FrozenLinear:
         generator = torch.Generator().manual_seed(seed)
         self.name, self.in_features, self.out_features = name, in_features, out_features
         self.weight_OI = torch.randn(out_features, in_features, generator=generator).to(dtype)
-        self.bias_O = torch.randn(out_features, generator=generator).to(dtype)
+        self.bias: Tensor | None = torch.randn(out_features, generator=generator).to(dtype)
+        self.kind, self.transposed, self.biased = "linear", False, True
+        self.roles: frozenset[str] = frozenset()
+        self.layer: int | None = None
         self.forward_rows: list[int] = []
         self.backward_rows: list[int] = []
 
     def forward(self, x_TI: Tensor) -> Tensor:
         self.forward_rows.append(x_TI.shape[0])
-        return torch.nn.functional.linear(x_TI, self.weight_OI, self.bias_O)
+        return torch.nn.functional.linear(x_TI, self.weight_OI, self.bias)
 
     def input_gradient(self, grad_TO: Tensor) -> Tensor:
         self.backward_rows.append(grad_TO.shape[0])

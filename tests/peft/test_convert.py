@@ -14,9 +14,9 @@ from peft.utils import PeftType
 from safetensors.torch import load_file
 
 from muxtune.errors import AdapterError
-from muxtune.peft.convert import PREFIX, export_lora, target_modules
-from muxtune.peft.folder import read_adapter
+from muxtune.peft.convert import PREFIX, target_modules
 from muxtune.peft.lora_config import LoraFormat
+from muxtune.peft.lora_convert import export_lora, read_lora
 from tests.peft.adapters import Pairs, adapted_logits, linear_sizes, module_names, random_pairs, some_ids, write_lora
 from tests.tiny import tiny_model
 
@@ -86,7 +86,7 @@ def test_we_read_what_peft_writes(arch: str, dtype: torch.dtype, tmp_path: Path)
     model = peft.get_peft_model(base, config).to(dtype)
     model.save_pretrained(tmp_path)
 
-    loaded = read_adapter(tmp_path, sizes)
+    loaded = read_lora(tmp_path, sizes)
     assert loaded.form == LoraFormat(6, 12.0, 0.1, fan_in_fan_out=arch == "gpt2")
     assert loaded.manifest is None
     saved = {name: module for name, module in base.named_modules() if hasattr(module, "lora_A")}
@@ -111,7 +111,7 @@ def test_we_read_what_we_write_bit_for_bit(tmp_path: Path) -> None:
         views[name] = (rows[0], rows[1])
     folder = write_lora(tmp_path / "a", base, views, LoraFormat(4, 8.5, 0.05))
 
-    loaded = read_adapter(folder, linear_sizes(base))
+    loaded = read_lora(folder, linear_sizes(base))
     assert loaded.form == LoraFormat(4, 8.5, 0.05)
     assert loaded.tensors.keys() == pairs.keys()
     for name, pair in pairs.items():

@@ -18,9 +18,10 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from muxtune.data.manifest import BaseIdentity, JsonValue, PromptFormat, TrainingManifest
 from muxtune.errors import AdapterError
-from muxtune.peft.convert import PREFIX, export_lora
-from muxtune.peft.folder import carried_files, generation_config, read_adapter, read_manifest, write_adapter
+from muxtune.peft.convert import PREFIX
+from muxtune.peft.folder import carried_files, generation_config, read_manifest, write_adapter
 from muxtune.peft.lora_config import LoraFormat
+from muxtune.peft.lora_convert import export_lora, read_lora
 from muxtune.peft.untrusted import MAX_HEADER_BYTES
 from tests.peft.adapters import MANIFEST, linear_sizes, module_names, random_pairs
 from tests.tiny import tiny_model
@@ -58,7 +59,7 @@ def write_header(folder: Path, header: Mapping[str, object] | bytes, data: bytes
 
 def refused(folder: Path, match: str, **options: str) -> None:
     with pytest.raises(AdapterError, match=match):
-        read_adapter(folder, SIZES, **options)
+        read_lora(folder, SIZES, **options)
 
 
 # What is written
@@ -117,7 +118,7 @@ def test_a_run_folder_keeps_its_other_files(folder: Path) -> None:
     later = replace(MANIFEST, steps=48)
     write_adapter(folder, PAYLOAD, later)
     assert (folder / "metrics.csv").read_text() == "step,loss\n"
-    assert read_adapter(folder, SIZES).manifest == later
+    assert read_lora(folder, SIZES).manifest == later
 
 
 def test_a_death_while_writing_leaves_no_mixture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def test_a_death_while_writing_leaves_no_mixture(folder: Path, monkeypatch: pyte
     refused(folder, "adapter_config.json is missing")
     monkeypatch.undo()
     write_adapter(folder, PAYLOAD, MANIFEST)
-    assert read_adapter(folder, SIZES).form.r == 4
+    assert read_lora(folder, SIZES).form.r == 4
 
 
 def test_a_death_before_the_folder_is_there_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,13 +170,13 @@ def test_a_users_text_cannot_break_the_card(tmp_path: Path) -> None:
 
 
 def test_another_bases_adapter_is_refused(folder: Path) -> None:
-    assert read_adapter(folder, SIZES, base_sha256="ab" * 32).base_name == "tests/tiny"
+    assert read_lora(folder, SIZES, base_sha256="ab" * 32).base_name == "tests/tiny"
     refused(folder, "trained on other base weights: tests/tiny, dequantised Q4_1", base_sha256="ff" * 32)
 
 
 def test_a_folder_without_our_manifest_is_taken(folder: Path) -> None:
     (folder / "training_manifest.json").write_text('{"made_by": "another tool"}')
-    assert read_adapter(folder, SIZES, base_sha256="ff" * 32).manifest is None
+    assert read_lora(folder, SIZES, base_sha256="ff" * 32).manifest is None
 
 
 def drop(value: dict[str, JsonValue], key: str) -> None:
@@ -334,7 +335,9 @@ def test_an_incomplete_folder_is_named(folder: Path, name: str) -> None:
         ({"peft_type": "PREFIX_TUNING"}, "PREFIX_TUNING"),
         ({"peft_type": None}, "peft_type"),
         ({"task_type": "SEQ_CLS"}, "task_type"),
-        ({"use_dora": True}, "DoRA is not supported yet"),
+        ({"use_dora": True}, "4 tensors are missing, the first is .*lora_magnitude_vector"),
+        ({"use_dora": 1}, "use_dora"),
+        ({"lora_alpha": 0}, "lora_alpha"),
         ({"bias": "all"}, "bias"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -356,7 +359,7 @@ def test_an_incomplete_folder_is_named(folder: Path, name: str) -> None:
         ({"layers_to_transform": ["0"]}, "layers_to_transform"),
         ({"layers_to_transform": True}, "layers_to_transform"),
         ({"layers_pattern": "(a+)+"}, "literal"),
-        ({"r": 8}, "r in adapter_config.json need"),
+        ({"r": 8}, "this model and adapter_config.json need"),
         ({"r": 0}, "r must be"),
         ({"r": 10**6}, "r must be"),
         ({"r": True}, "r must be"),
@@ -388,14 +391,14 @@ def test_a_config_is_believed_in_nothing(folder: Path, changes: dict[str, JsonVa
 )
 def test_harmless_keys_are_taken(folder: Path, changes: dict[str, JsonValue]) -> None:
     edit_config(folder, **changes)
-    assert read_adapter(folder, SIZES).tensors.keys() == PAIRS.keys()
+    assert read_lora(folder, SIZES).tensors.keys() == PAIRS.keys()
 
 
 def test_all_linear_means_every_layer_but_the_head(tmp_path: Path) -> None:
     pairs = random_pairs(SIZES, ("_proj",))
     write_adapter(tmp_path / "a", export_lora(pairs, LoraFormat(4, 8), module_names=module_names(BASE)), MANIFEST)
     edit_config(tmp_path / "a", target_modules="all-linear")
-    loaded = read_adapter(tmp_path / "a", SIZES | {"lm_head": (48, 320)})
+    loaded = read_lora(tmp_path / "a", SIZES | {"lm_head": (48, 320)})
     assert loaded.tensors.keys() == pairs.keys()
 
 
@@ -431,7 +434,7 @@ def test_tensors_must_be_those_of_model_and_config(
 
 def test_half_precision_becomes_fp32(folder: Path) -> None:
     edit_tensors(folder, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
-    loaded = read_adapter(folder, SIZES)
+    loaded = read_lora(folder, SIZES)
     for name, (lora_a_RI, lora_b_OR) in loaded.tensors.items():
         assert lora_a_RI.dtype == torch.float32
         assert torch.equal(lora_a_RI, PAIRS[name][0].half().float())
@@ -439,6 +442,6 @@ def test_half_precision_becomes_fp32(folder: Path) -> None:
 
 
 def test_max_rank_is_the_callers(folder: Path) -> None:
-    assert read_adapter(folder, SIZES, max_rank=4).form.r == 4
+    assert read_lora(folder, SIZES, max_rank=4).form.r == 4
     with pytest.raises(AdapterError, match="from 1 to 3"):
-        read_adapter(folder, SIZES, max_rank=3)
+        read_lora(folder, SIZES, max_rank=3)

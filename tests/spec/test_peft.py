@@ -5,17 +5,22 @@ from __future__ import annotations
 import pytest
 
 from muxtune.errors import ConfigError
-from muxtune.spec import Lora
+from muxtune.spec import Lora, Place
 from muxtune.spec.peft import peft_family, read_peft
 
-SHAPES = [(16, 16), (16, 8), (32, 16)]
+
+def linears(*shapes: tuple[int, int]) -> list[Place]:
+    return [Place(f"layers.{i}.proj", "linear", frozenset(), i, *shape) for i, shape in enumerate(shapes)]
 
 
-def test_costs_from_shapes_alone() -> None:
+PLACES = [*linears((16, 16), (16, 8), (32, 16)), Place("norm", "norm", frozenset({"norm"}), None, 16, 16)]
+
+
+def test_costs_from_attach_points_alone() -> None:
     lora = Lora(r=4)
-    assert lora.parameters(SHAPES) == 4 * (32 + 24 + 48)
-    assert lora.flops_per_token(SHAPES) == 6 * lora.parameters(SHAPES)
-    assert lora.state_bytes(SHAPES) == 16 * lora.parameters(SHAPES)
+    assert lora.parameters(PLACES) == 4 * (32 + 24 + 48)
+    assert lora.flops_per_token(PLACES) == 6 * lora.parameters(PLACES)
+    assert lora.state_bytes(PLACES) == 16 * lora.parameters(PLACES)
     assert (lora.virtual_rows, lora.prefix_length, lora.scaling) == (0, 0, 4.0)
     assert lora.parameters([]) == 0
 
@@ -26,7 +31,7 @@ def test_parameters_are_those_that_peft_makes() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 24))
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "1"]))
     trainable = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
-    assert Lora(r=4).parameters([(16, 8), (8, 24)]) == trainable
+    assert Lora(r=4).parameters(linears((16, 8), (8, 24))) == trainable
 
 
 def test_target_modules_are_literal_names() -> None:
@@ -39,18 +44,12 @@ def test_target_modules_are_literal_names() -> None:
         assert caught.value.where == "target_modules"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("ia3", "prefix_tuning", "prompt_tuning", "bottleneck", "bitfit", "ln_tuning", "shira"),
-        *("dora", "rslora", "pissa", "houlsby", "pfeiffer", "parallel", "DoRA"),
-    ],
-)
+@pytest.mark.parametrize("name", ["ia3", "prefix_tuning", "prompt_tuning", "IA3"])
 def test_types_to_come_are_known_and_refused(name: str) -> None:
     for value in (name, {"type": name, "anything": 1}):
         with pytest.raises(ConfigError, match="is not supported yet") as caught:
             read_peft(value)
-        assert caught.value.hint == "supported: lora"
+        assert (caught.value.hint or "").startswith("supported: lora")
 
 
 def test_a_misspelt_type_names_the_nearest() -> None:

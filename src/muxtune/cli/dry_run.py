@@ -93,6 +93,7 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
     done = found.state.step if found is not None else 0
     steps = total_steps(job, len(prepared.data.train))
     share = (steps - done) * min(job.effective_batch, len(prepared.data.train)) / len(prepared.data.train)
+    rows = report.train_tokens + report.train_sequences * job.peft.virtual_rows
     return Estimate(
         job.name,
         plan.begin,
@@ -100,19 +101,19 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
         report.train_sequences,
         report.train_tokens,
         report.trained_tokens,
-        size.longest,
+        size.longest - job.peft.lead,
         steps,
         done,
         size.parameters,
         size.state_bytes,
-        share * _flops(report.train_tokens, report.trained_tokens, size, model) / rate * _BESIDE_PRODUCTS,
+        share * _flops(rows, report.trained_tokens, size, model) / rate * _BESIDE_PRODUCTS,
         report.warnings,
     )
 
 
-def _flops(tokens: int, trained_tokens: int, size: JobSize, model: Footprint) -> float:
+def _flops(rows: int, trained_tokens: int, size: JobSize, model: Footprint) -> float:
     """Of the products: forward and input gradient, 2 each a weight; no weight gradient but the adapter's."""
-    return tokens * (4 * model.layer_weights + size.flops_per_token) + trained_tokens * 4 * model.head_weights
+    return rows * (4 * model.layer_weights + size.flops_per_token) + trained_tokens * 4 * model.head_weights
 
 
 def _products_per_s(training: TrainingRun, model: Footprint) -> float:
@@ -122,7 +123,7 @@ def _products_per_s(training: TrainingRun, model: Footprint) -> float:
     dtype = choose_dtype(run.dtype, device)
     if run.threads is not None:
         torch.set_num_threads(run.threads)
-    inner, outer = max(model.attach_points.values(), key=lambda shape: shape[0] * shape[1])
+    inner, outer = max(model.linears.values(), key=lambda shape: shape[0] * shape[1])
     rows = torch.ones(_RATE_ROWS, inner, dtype=dtype, device=device)
     weight = torch.ones(inner, outer, dtype=dtype, device=device)
     float((rows @ weight)[0, 0])  # warm

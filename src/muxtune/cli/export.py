@@ -76,12 +76,13 @@ def _copy(folder: Path, out: Path, base_name: str | None, base_model: str | None
 
 def _merge(folder: Path, out: Path, base_model: str | None) -> None:
     from muxtune.models.merge import merge_into
-    from muxtune.peft.folder import carried_files, read_adapter
+    from muxtune.peft.folder import carried_files
+    from muxtune.peft.lora_convert import read_lora
 
     base = _base(folder, base_model)
     with _finished(folder, base) as adapter:
-        shapes = _footprint(base).attach_points
-        loaded = read_adapter(adapter, shapes, base_sha256=base.weights_sha256)
+        shapes = _footprint(base).linears
+        loaded = read_lora(adapter, shapes, base_sha256=base.weights_sha256)
         files = carried_files(adapter)
         report = merge_into(base, loaded.tensors, out, scale=loaded.form.scale, extra_files=files)
     print(out)
@@ -96,7 +97,7 @@ def _check(folder: Path, base: ModelFolder) -> int:
     """0 where vLLM would load and use the adapter, else 1."""
     from muxtune.peft.check_vllm import check_vllm
 
-    report = check_vllm(folder, _footprint(base).attach_points)
+    report = check_vllm(folder, _footprint(base).linears)
     for problem in report.problems:
         print(f"vLLM: {problem}")
     if report.ok:

@@ -25,6 +25,7 @@ from muxtune.errors import ConfigError
 from muxtune.spec.job import JobSpec
 
 DEFAULT_MAX_LENGTH = 2048
+MIN_LENGTH = 2  # a token of context, and one to predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +64,24 @@ class Preparer:
         return PreparedJob(job, data, renderer, created)
 
     def max_length(self, job: JobSpec) -> int:
-        """The job's own, or the smaller of the model's and 2048."""
-        limit = self.max_positions
-        if job.max_length is None:
-            return min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
-        if limit is not None and job.max_length > limit:
+        """The job's own, or the smaller of 2048 and what the model leaves beside the adapter's virtual tokens."""
+        if self.max_positions is None:
+            return job.max_length or DEFAULT_MAX_LENGTH
+        limit, beside = self.max_positions - job.peft.lead, ""
+        if job.peft.lead:
+            beside = f" beside {job.peft.lead} virtual tokens"
+        if limit < MIN_LENGTH:
             raise ConfigError(
-                f"{job.max_length} is more than the {limit} positions of the base model",
-                where=f"jobs.{job.name}.max_length",
+                f"the {self.max_positions} positions of the base model leave no room{beside}",
+                where=f"jobs.{job.name}.peft.num_virtual_tokens",
             )
-        return job.max_length
+        if job.max_length is not None and job.max_length > limit:
+            raise ConfigError(
+                f"{job.max_length} is more than the {self.max_positions} positions of the base model{beside}",
+                where=f"jobs.{job.name}.max_length",
+                hint=f"at most {limit}",
+            )
+        return job.max_length or min(DEFAULT_MAX_LENGTH, limit)
 
 
 def prompt_ids(renderer: Renderer, form: PromptFormat, prompt: str | Sequence[Message]) -> npt.NDArray[np.int32]:

@@ -28,11 +28,11 @@ from muxtune.engine.checkpoint import Checkpoint
 from muxtune.engine.task_folder import CHECKPOINTS, JOB, STATUS, read_origin, status_of
 from muxtune.errors import AdapterError, CheckpointError
 from muxtune.models.sources import ModelFolder, list_models
-from muxtune.peft.convert import LoraTensors
-from muxtune.peft.folder import CONFIG_FILE, TEMPLATE_FILE, LoadedAdapter, read_adapter, read_config, read_manifest
-from muxtune.peft.lora import LoraAdapter
+from muxtune.peft import registry
+from muxtune.peft.base import BackboneView
+from muxtune.peft.folder import CONFIG_FILE, TEMPLATE_FILE, read_config, read_manifest
+from muxtune.peft.stored import StoredAdapter
 from muxtune.spec.job import JobSpec
-from muxtune.spec.peft import Lora
 from muxtune.spec.status import JobStatus
 
 _STEP = re.compile(r"step-[0-9]{8}")
@@ -48,11 +48,11 @@ class Voice:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredAdapter:
+class AnsweringAdapter:
     """An adapter that was read. `prepared` and `step` are of a checkpoint, None and 0 of a finished folder."""
 
     job: JobSpec
-    pairs: LoraTensors
+    values: Mapping[str, Tensor]  # by parameter name
     voice: Voice
     prepared: PreparedJob | None = None
     step: int = 0
@@ -85,35 +85,26 @@ def base_name_of(path: Path, *, cache_dir: Path | None = None) -> str | None:
 
 
 def read_stored(
-    path: Path, name: str, *, base: ModelFolder, attach_points: Mapping[str, tuple[int, int]], preparer: Preparer
-) -> StoredAdapter:
+    path: Path, name: str, *, base: ModelFolder, view: BackboneView, preparer: Preparer
+) -> AnsweringAdapter:
     """The adapter at `path`, as a task called `name` may carry it.
 
     Raises AdapterError, CheckpointError: nothing there, damaged, unsafe, or of other base weights. DataError: the data
     of an unfinished run, which says how its prompts look, is gone.
     """
     if is_finished(path):
-        return _finished(path, name, base, attach_points, preparer)
+        return _finished(path, name, base, view, preparer)
     return _checkpoint(path, name, base, preparer)
 
 
-def _finished(
-    path: Path, name: str, base: ModelFolder, attach_points: Mapping[str, tuple[int, int]], preparer: Preparer
-) -> StoredAdapter:
-    loaded = read_adapter(path, attach_points, base_sha256=base.weights_sha256)
-    form = loaded.form
-    peft = Lora(
-        r=form.r,
-        lora_alpha=form.scale * form.r,  # of an rsLoRA too
-        lora_dropout=0,
-        target_modules=tuple(sorted(loaded.tensors)),
-    )
+def _finished(path: Path, name: str, base: ModelFolder, view: BackboneView, preparer: Preparer) -> AnsweringAdapter:
+    stored = registry.read_stored(path, view, base_sha256=base.weights_sha256)
     # The job of a task that only answers: its data stand for what is never read.
-    job = JobSpec(name=name, datasets=(str(path),), peft=peft)
-    return StoredAdapter(job, loaded.tensors, _voice(path, loaded, preparer))
+    job = JobSpec(name=name, datasets=(str(path),), peft=stored.spec)
+    return AnsweringAdapter(job, stored.values, _voice(path, stored, preparer))
 
 
-def _voice(path: Path, loaded: LoadedAdapter, preparer: Preparer) -> Voice:
+def _voice(path: Path, loaded: StoredAdapter, preparer: Preparer) -> Voice:
     renderer = Renderer(preparer.tokenizer, template=_template(path), now=datetime.now(UTC))
     if loaded.manifest is not None:
         return Voice(renderer, loaded.manifest.prompt)
@@ -136,7 +127,7 @@ def _template(path: Path) -> str | None:
     return file.read_text(encoding="utf-8", errors="replace")
 
 
-def _checkpoint(path: Path, name: str, base: ModelFolder, preparer: Preparer) -> StoredAdapter:
+def _checkpoint(path: Path, name: str, base: ModelFolder, preparer: Preparer) -> AnsweringAdapter:
     origin = read_origin(_run_of(path))
     found = _whole(path)
     if found.state.ground.base != base.weights_sha256:
@@ -146,7 +137,7 @@ def _checkpoint(path: Path, name: str, base: ModelFolder, preparer: Preparer) ->
     prepared = preparer.prepare(origin.job, created=origin.created)
     job = origin.job.model_copy(update={"name": name})
     voice = Voice(prepared.renderer, prepared.prompt_format)
-    return StoredAdapter(job, _pairs(found), voice, prepared, found.state.step)
+    return AnsweringAdapter(job, found.parameters, voice, prepared, found.state.step)
 
 
 def _run_of(path: Path) -> Path:
@@ -169,15 +160,3 @@ def _whole(path: Path) -> Checkpoint:
     if found is None:
         raise CheckpointError("has no checkpoint yet", where=str(path), hint="wait for its first, or train it")
     return found
-
-
-def _pairs(found: Checkpoint) -> dict[str, tuple[Tensor, Tensor]]:
-    names = sorted({name.rpartition(".")[0] for name in found.parameters})
-    return {name: (found.parameters[f"{name}.lora_A"], found.parameters[f"{name}.lora_B"]) for name in names}
-
-
-def fits(pairs: LoraTensors, adapter: LoraAdapter) -> bool:
-    """Whether `pairs` are of exactly the modules and shapes of `adapter`."""
-    return {name: (a.shape, b.shape) for name, (a, b) in pairs.items()} == {
-        name: (a.shape, b.shape) for name, (a, b) in adapter.pairs().items()
-    }

@@ -16,15 +16,15 @@ import torch
 
 from muxtune.data.prepare import PreparedJob
 from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
-from muxtune.errors import ConfigError, MuxTuneError
+from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
-from muxtune.peft.targets import select
 from muxtune.spec.job import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
-    """What one job brings: its longest sequence, rows of its widest chunk at most, and its adapter."""
+    """What one job brings: its longest sequence (virtual tokens included), rows of its widest chunk at most, and its
+    adapter."""
 
     job: JobSpec
     longest: int
@@ -90,17 +90,24 @@ def admit(
 def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSize:
     job = prepared.job
     longest = max(len(sequence) for sequence in prepared.data.train)
-    widest = max(longest, min(DEFAULT_CHUNK_TOKENS, longest * job.effective_batch))
-    shapes = list(select(job.peft.target_modules, model.attach_points).values())
+    rows, seen = longest + job.peft.virtual_rows, longest + job.peft.lead
+    widest = max(rows, min(DEFAULT_CHUNK_TOKENS, rows * job.effective_batch))
+    parameters = job.peft.parameters(model.places)
+    unknown = job.peft.unmatched(model.places)
+    if unknown or not parameters:
+        raise AdapterError(
+            f"its peft names nothing in the base model: {', '.join(unknown) or job.peft.type}",
+            where=f"jobs.{job.name}.peft",
+        )
     wide = torch.promote_types(dtype, torch.float32).itemsize // 4
     return JobSize(
         job,
-        longest,
+        seen,
         widest,
-        job.peft.parameters(shapes),
-        job.peft.state_bytes(shapes) * wide,
-        model.activation_bytes(widest, longest),
-        job.peft.flops_per_token(shapes),
+        parameters,
+        job.peft.state_bytes(model.places) * wide,
+        model.activation_bytes(widest, seen),
+        job.peft.flops_per_token(model.places),
     )
 
 

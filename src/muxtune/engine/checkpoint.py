@@ -1,6 +1,6 @@
 """A task's checkpoint: everything a bit-exact resume needs, in a folder that is whole or absent.
 
-    checkpoints/step-00000012/adapter.safetensors     parameters
+    checkpoints/step-00000012/adapter.safetensors     the adapter's state
                               optimizer.safetensors   both moments of AdamW
                               state.json              counters, the chunk budget, what it belongs to
                               manifest.json           sha-256 of the other three
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -131,11 +132,10 @@ def restore(task: Task, checkpoint: Checkpoint, ground: Ground) -> None:
         raise CheckpointError(
             "the training data has changed since", where=where, hint="restore the data, or start over with --overwrite"
         )
-    flat = task.adapter.parameters
-    moments = dict.fromkeys(_MOMENTS, flat.values) if state.step else {}
-    if _layout(checkpoint.parameters) != _layout(flat.views) or _layout(checkpoint.moments) != _layout(moments):
+    moments = dict.fromkeys(_MOMENTS, task.adapter.parameters.values) if state.step else {}
+    if _layout(checkpoint.parameters) != task.adapter.layout or _layout(checkpoint.moments) != _layout(moments):
         raise CheckpointError("holds an adapter of other shapes or another dtype", where=where)
-    flat.load(checkpoint.parameters)
+    task.adapter.load(checkpoint.parameters)
     task.optimizer.load_moments(dict(checkpoint.moments), state.step)
     task.chunk_tokens = state.chunk_tokens
     task.step = state.step
@@ -145,7 +145,7 @@ def restore(task: Task, checkpoint: Checkpoint, ground: Ground) -> None:
 def _write(path: Path, task: Task, ground: Ground) -> None:
     state = CheckpointState(task.step, task.trained_tokens, task.chunk_tokens, task.data_fingerprint, ground)
     with staged_folder(path, key_file=_MANIFEST) as staging:
-        save_file(task.adapter.parameters.export(), staging / _ADAPTER)
+        save_file(task.adapter.state(), staging / _ADAPTER)
         save_file(task.optimizer.moments(), staging / _OPTIMIZER)
         (staging / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
         hashes = {name: _sha256(staging / name) for name in (_ADAPTER, _OPTIMIZER, _STATE)}
@@ -167,7 +167,7 @@ def _check_ground(old: Ground, new: Ground, where: str) -> None:
         )
 
 
-def _layout(tensors: Mapping[str, Tensor]) -> dict[str, object]:
+def _layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 

@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muxtune.engine.packing import ROW_MULTIPLE
+from muxtune.engine.layout import ROW_MULTIPLE, Layout
 from muxtune.models.attach import Pass
-from muxtune.models.attention import AttentionContext, Segment
+from muxtune.models.attention import AttentionContext
 from muxtune.models.backbone import Backbone
 from muxtune.models.kv_cache import KVCache
 from muxtune.peft.base import Dispatch
@@ -73,31 +72,26 @@ def run_decode(
     """Run one decode micro-batch, all of whose items name one DecodeSource; returns the rows the backbone ran."""
     source = sources[batch.items[0].source]
     assert isinstance(source, DecodeSource) and len({item.source for item in batch.items}) == 1
-    ids: list[int] = []
-    positions: list[int] = []
-    segments: list[Segment] = []
+    layout = Layout()
     lasts: dict[int, int] = {}
     dispatches: list[Dispatch] = []
     for item in batch.items:
-        start = len(ids)
+        adapter = tasks[item.task].adapter if item.task is not None else None
+        start = layout.rows
         for ref in item.sequences:
             state = source.states[ref.index]
-            ids.extend(state.ids[state.cached : state.cached + ref.length])
-            positions.extend(range(state.cached, state.cached + ref.length))
-            segments.append(Segment(ref.length, ref.index))
+            new = state.ids[state.cached : state.cached + ref.length]
+            layout.add(new, adapter, cached=state.cached, cache_slot=ref.index)
             state.cached += ref.length
-            lasts[ref.index] = len(ids) - 1
-        if item.task is not None:
-            dispatches.append(Dispatch(start, len(ids), tasks[item.task].adapter, None))
-    spare = -len(ids) % ROW_MULTIPLE
-    if spare:
-        segments.append(Segment(spare))
-    ids_T = torch.from_numpy(np.array(ids + [0] * spare, np.int64)).to(backbone.device)
-    positions_T = torch.from_numpy(np.array(positions + list(range(spare)), np.int64)).to(backbone.device)
-    current = Pass(AttentionContext(segments, source.cache), hooks(dispatches, plain=plain))
-    hidden_TD = backbone.hidden(ids_T, positions_T, current)
+            lasts[ref.index] = layout.rows - 1
+        if adapter is not None:
+            dispatches.append(Dispatch(start, layout.rows, adapter, None))
+    rows = layout.finish(backbone.device)
+    context = AttentionContext(rows.segments, source.cache)
+    current = Pass(context, hooks(dispatches, plain=plain), rows.given)
+    hidden_TD = backbone.hidden(rows.ids_T, rows.positions_T, current)
     last_ND = hidden_TD[list(lasts.values())]
     last_ND = F.pad(last_ND, (0, 0, 0, -len(lasts) % ROW_MULTIPLE))
     for slot, logits_V in zip(lasts, backbone.head.logits(last_ND), strict=False):
         source.states[slot].logits_V = logits_V
-    return len(ids) + spare
+    return len(rows.ids_T)

@@ -16,7 +16,7 @@ from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
-from muxtune.peft.build import build_adapter
+from muxtune.peft.registry import build_adapter
 from muxtune.plan.round import Participant, Policy, derive_round
 from muxtune.plan.types import ItemOutcome, OptimStep, RoundRecord, RoundSchedule, StepOutcome, WorkKind
 from muxtune.spec.job import JobSpec
@@ -60,10 +60,10 @@ class Engine:
         AdapterError for targets that match nothing."""
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
-        self._check_tokens(job.name, (*data.train, *data.validation))
+        self._check_tokens(job, (*data.train, *data.validation))
         adapter = build_adapter(
             job.peft,
-            self.backbone.attach_points,
+            self.backbone,
             seed=job.seed,
             dtype=self.backbone.dtype,
             device=self.backbone.device,
@@ -134,11 +134,11 @@ class Engine:
         participants: list[Participant] = []
         for key, sequences in batches.items():
             task = self.task(key)
-            self._check_tokens(task.name, sequences)
+            self._check_tokens(task.job, sequences)
             source = f"{task.name}/inbox"
             self.sources[source] = sequences
             indices = range(len(sequences))
-            participants.append(participant_of(task.name, source, sequences, indices, task.chunk_tokens))
+            participants.append(participant_of(task.job, source, sequences, indices, task.chunk_tokens))
         schedule = derive_round(0, participants, policy=self.policy, fuse_tokens=self._fuse_tokens, kind=kind)
         passes = tuple(action for action in schedule.actions if not isinstance(action, OptimStep))
         try:
@@ -152,17 +152,19 @@ class Engine:
             merged[outcome.task] = _merge(merged.get(outcome.task), outcome)
         return merged
 
-    def _check_tokens(self, name: str, sequences: Sequence[TokenSequence]) -> None:
+    def _check_tokens(self, job: JobSpec, sequences: Sequence[TokenSequence]) -> None:
         """An id outside the vocabulary, or a position outside the model's, would fail inside the fused pass."""
+        name, lead = job.name, job.peft.lead
         limit, longest = self.backbone.vocabulary, self.backbone.max_positions
         for sequence in sequences:
             if len(sequence) == 0 or int(sequence.ids.min()) < 0 or int(sequence.ids.max()) >= limit:
                 raise DataError(
                     f"example {sequence.index} is empty or holds token ids outside 0..{limit - 1}", where=name
                 )
-            if longest is not None and len(sequence) > longest:
+            if longest is not None and lead + len(sequence) > longest:
+                virtual = f" after {lead} virtual ones" if lead else ""
                 raise DataError(
-                    f"example {sequence.index} has {len(sequence)} tokens, the base model takes {longest}",
+                    f"example {sequence.index} has {len(sequence)} tokens{virtual}, the base model takes {longest}",
                     where=name,
                     hint="set max_length",
                 )

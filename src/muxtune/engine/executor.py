@@ -101,13 +101,14 @@ class Executor:
             for item in batch.items
             if not isinstance(source := self._sources[item.source], DecodeSource)
         }
-        packed = pack(batch, sources, self._backbone.device, self._precision)
+        adapters = {item.task: self._tasks[item.task].adapter for item in batch.items if item.task is not None}
+        packed = pack(batch, sources, adapters, self._backbone.device, self._precision)
         losses = self._train(packed) if batch.trains else self._forward(packed)
         outcomes = tuple(_outcomes(packed, losses))
         for outcome in outcomes:
             if outcome.kind == "train" and outcome.task is not None:
                 self._tasks[outcome.task].count(outcome)
-        return outcomes, len(packed.ids_T)
+        return outcomes, len(packed.rows.ids_T)
 
     @property
     def _precision(self) -> torch.dtype:
@@ -131,8 +132,9 @@ class Executor:
             for rows in packed.items
             if rows.item.task is not None
         ]
-        current = Pass(AttentionContext(packed.segments), hooks(dispatches, plain=self._plain))
-        return self._backbone.hidden(packed.ids_T, packed.positions_T, current)[packed.predict_N]
+        rows = packed.rows
+        current = Pass(AttentionContext(rows.segments), hooks(dispatches, plain=self._plain), rows.given)
+        return self._backbone.hidden(rows.ids_T, rows.positions_T, current)[packed.predict_N]
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses
@@ -171,7 +173,7 @@ def _outcomes(packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:
                 float(-logprob_N[own].sum()),
                 rows.last - rows.first,
                 int(correct_N[own].sum()),
-                rows.stop - rows.start,
+                rows.item.tokens,
                 logprobs,
             )
         )

@@ -25,17 +25,17 @@ from muxtune.data.manifest import BaseIdentity, TrainingManifest
 from muxtune.data.prepare import PreparedJob, Preparer, prompt_ids
 from muxtune.data.render import Renderer
 from muxtune.data.types import Message
-from muxtune.engine.adapters import Voice, base_voice, fits, read_stored
+from muxtune.engine.adapters import Voice, base_voice, read_stored
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
 from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
-from muxtune.errors import AdapterError, ConfigError, StateError
+from muxtune.errors import ConfigError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
-from muxtune.peft.build import payload, start_from
 from muxtune.peft.folder import write_adapter
+from muxtune.peft.registry import give, payload, start_from
 from muxtune.plan.round import Policy
 from muxtune.spec.event import StepResult
 from muxtune.spec.job import JobSpec
@@ -94,7 +94,7 @@ class LocalEngine(Engine):
                     job.peft,
                     task.adapter,
                     Path(job.adapter_path),
-                    self.backbone.attach_points,
+                    self.backbone,
                     base_sha256=self.base.weights_sha256,
                 )
             except Exception:
@@ -107,13 +107,13 @@ class LocalEngine(Engine):
 
         Raises AdapterError, CheckpointError, DataError (`muxtune.engine.adapters`), ConfigError for a name in use.
         """
-        shapes = {op.name: (op.in_features, op.out_features) for op in self.backbone.attach_points.values()}
-        stored = read_stored(Path(folder), name, base=self.base, attach_points=shapes, preparer=self.preparer)
+        stored = read_stored(Path(folder), name, base=self.base, view=self.backbone, preparer=self.preparer)
         task = super().attach(stored.job, Sequences(()))
-        if not fits(stored.pairs, task.adapter):
+        try:
+            give(task.adapter, stored.values, where=str(folder))
+        except Exception:
             super().detach(task)
-            raise AdapterError("holds an adapter of other shapes than its job describes", where=str(folder))
-        task.adapter.load_pairs(stored.pairs)
+            raise
         task.step = stored.step
         self._voices[task.name] = stored.voice
         if stored.prepared is not None:
@@ -187,14 +187,7 @@ class LocalEngine(Engine):
         prepared = self._prepared.get(found.name)
         if prepared is None:
             raise StateError("was loaded from an adapter folder", where=found.name, hint="copy that folder")
-        linears = self.backbone.attach_points
-        names = [name for name, _ in self.backbone.model.named_modules() if name]
-        exported = payload(
-            found.job.peft,
-            found.adapter,
-            module_names=names,
-            fan_in_fan_out=any(linears[name].transposed for name in found.adapter.modules),
-        )
+        exported = payload(found.job.peft, found.adapter, self.backbone)
         manifest = TrainingManifest(
             BaseIdentity(base_name or self.base.public_name, self.base.weights_sha256, self.base.note or None),
             prepared.prompt_format,
@@ -213,10 +206,11 @@ class LocalEngine(Engine):
         name, voice = self._voice(task)
         ids = prompt_ids(voice.renderer, voice.form, prompt)
         limit = self.backbone.max_positions
-        if limit is not None and len(ids) + max_new_tokens > limit:
-            max_new_tokens = limit - len(ids)
+        if limit is not None:
+            limit -= self.task(name).job.peft.lead if name is not None else 0
+            max_new_tokens = min(max_new_tokens, limit - len(ids))
             if max_new_tokens < 1:
-                raise ConfigError(f"the prompt has {len(ids)} tokens, the base model takes {limit}", where="prompt")
+                raise ConfigError(f"the prompt has {len(ids)} tokens, there is room for {limit}", where="prompt")
         return Request(name, ids.tolist(), frozenset(voice.form.stop_token_ids), max_new_tokens)
 
     def _voice(self, task: Task | str | None) -> tuple[str | None, Voice]:

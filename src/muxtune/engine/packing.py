@@ -1,10 +1,10 @@
 """From a micro-batch (names and indices) to the packed rows a pass of the backbone runs on.
 
-Items lie one after another, each item's sequences one after another, positions restarting at each sequence; the total
-is padded to a multiple of 16 rows with a segment that belongs to nobody. A trained token is predicted by the row
-before it, so row i is gathered where token i + 1 is a target.
+Items lie one after another, each item's sequences one after another (`muxtune.engine.layout`). A trained token is
+predicted by the row before it, so row i is gathered where token i + 1 is a target. Rows that an adapter puts before a
+sequence are nobody's target.
 
-Legend: T packed rows (padding included), N trained positions.
+Legend: T packed rows (padding included), t rows of an item, N trained positions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from muxtune.data.types import TokenSequence
-from muxtune.models.attention import Segment
+from muxtune.engine.layout import LaidRows, Layout
+from muxtune.peft.base import Adapter
 from muxtune.plan.types import MicroBatch, WorkItem
 
-ROW_MULTIPLE = 16
 Sources = Mapping[str, Sequence[TokenSequence]]
 
 
@@ -43,50 +43,40 @@ class ItemRows:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    ids_T: Tensor
-    positions_T: Tensor
-    segments: tuple[Segment, ...]
+    rows: LaidRows
     items: tuple[ItemRows, ...]
     predict_N: Tensor
     target_N: Tensor
     weight_N: Tensor | None  # 1 / denominator of each position's task; None where nothing trains
 
 
-def pack(batch: MicroBatch, sources: Sources, device: torch.device, dtype: torch.dtype) -> PackedBatch:
-    """Resolve and lay out the sequences of `batch`."""
+def pack(
+    batch: MicroBatch, sources: Sources, adapters: Mapping[str, Adapter], device: torch.device, dtype: torch.dtype
+) -> PackedBatch:
+    """Resolve and lay out the sequences of `batch`; `adapters` are those of its tasks."""
+    layout = Layout()
     laid: list[ItemRows] = []
-    ids: list[npt.NDArray[np.int32]] = []
     predict: list[npt.NDArray[np.int64]] = []
-    segments: list[Segment] = []
-    row = gathered = 0
+    gathered = 0
     for item in batch.items:
+        adapter = adapters[item.task] if item.task is not None else None
         sequences = [sources[item.source][ref.index] for ref in item.sequences]
-        start, first = row, gathered
+        start, first = layout.rows, gathered
+        sizes = []
         for sequence in sequences:
-            ids.append(sequence.ids)
-            segments.append(Segment(len(sequence)))
+            before = layout.rows
+            row = layout.add(sequence.ids, adapter)
             trained = np.flatnonzero(sequence.mask[1:])
             predict.append(trained + row)
-            row, gathered = row + len(sequence), gathered + len(trained)
-        example_t = np.repeat([sequence.index for sequence in sequences], [len(sequence) for sequence in sequences])
-        position_t = np.concatenate([np.arange(len(sequence)) for sequence in sequences])
-        laid.append(ItemRows(item, start, row, first, gathered, example_t, position_t))
-    spare = -row % ROW_MULTIPLE
-    if spare:
-        ids.append(np.zeros(spare, np.int32))
-        segments.append(Segment(spare))
-    all_ids = np.concatenate(ids).astype(np.int64)
-    positions = np.concatenate([np.arange(segment.rows) for segment in segments])
-    rows_N = np.concatenate(predict)
-    return PackedBatch(
-        torch.from_numpy(all_ids).to(device),
-        torch.from_numpy(positions).to(device),
-        tuple(segments),
-        tuple(laid),
-        torch.from_numpy(rows_N).to(device),
-        torch.from_numpy(all_ids[rows_N + 1]).to(device),
-        _weights(laid, device, dtype) if batch.trains else None,
-    )
+            gathered += len(trained)
+            sizes.append(layout.rows - before)
+        example_t = np.repeat([sequence.index for sequence in sequences], sizes)
+        position_t = np.concatenate([np.arange(size) for size in sizes])
+        laid.append(ItemRows(item, start, layout.rows, first, gathered, example_t, position_t))
+    rows = layout.finish(device)
+    predict_N = torch.from_numpy(np.concatenate(predict)).to(device)
+    weight_N = _weights(laid, device, dtype) if batch.trains else None
+    return PackedBatch(rows, tuple(laid), predict_N, rows.ids_T[predict_N + 1], weight_N)
 
 
 def _weights(laid: Sequence[ItemRows], device: torch.device, dtype: torch.dtype) -> Tensor:

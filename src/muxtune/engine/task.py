@@ -17,7 +17,7 @@ from muxtune.data.sampler import Sampler
 from muxtune.data.types import TokenSequence
 from muxtune.engine.optim import FlatAdamW
 from muxtune.errors import StateError
-from muxtune.peft.lora import LoraAdapter
+from muxtune.peft.base import Adapter
 from muxtune.plan.align import split_chunks
 from muxtune.plan.round import Participant
 from muxtune.plan.types import ItemOutcome, SequenceRef, StepOutcome
@@ -57,7 +57,7 @@ class _Pending:
 class Task:
     """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts."""
 
-    def __init__(self, job: JobSpec, adapter: LoraAdapter, data: Sequences, *, chunk_tokens: int) -> None:
+    def __init__(self, job: JobSpec, adapter: Adapter, data: Sequences, *, chunk_tokens: int) -> None:
         self.job = job
         self.name = job.name
         self.adapter = adapter
@@ -116,7 +116,7 @@ class Task:
         return self._participant(self.validation_source, self.data.validation, indices)
 
     def _participant(self, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int]) -> Participant:
-        return participant_of(self.name, source, sequences, indices, self.chunk_tokens)
+        return participant_of(self.job, source, sequences, indices, self.chunk_tokens)
 
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
@@ -151,6 +151,7 @@ class Task:
             error = f"non_finite_gradient: the gradient's norm is {norm}"
         else:
             self.optimizer.step(lr, norm)
+            self.adapter.refresh()
             self.step += 1
             self.trained_tokens += pending.tokens
         self.drop_pending()
@@ -159,14 +160,16 @@ class Task:
 
 
 def participant_of(
-    task: str | None, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int], chunk_tokens: int
+    job: JobSpec, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int], chunk_tokens: int
 ) -> Participant:
-    """Sequences `indices` of a source as chunks, with the denominator of them all."""
+    """Sequences `indices` of a source as chunks, with the denominator of them all. Virtual rows count as tokens do."""
     chosen = [sequences[index] for index in indices]
-    chunks = split_chunks([len(sequence) for sequence in chosen], chunk_tokens)
+    virtual = job.peft.virtual_rows
+    chunks = split_chunks([len(sequence) + virtual for sequence in chosen], chunk_tokens)
     return Participant(
-        task,
+        job.name,
         source,
         tuple(tuple(SequenceRef(indices[place], len(chosen[place])) for place in chunk) for chunk in chunks),
         int(np.sum([sequence.trained_tokens for sequence in chosen])) or 1,
+        virtual,
     )

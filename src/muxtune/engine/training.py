@@ -289,10 +289,13 @@ def _opening(one: _Started) -> Iterator[TaskEvent]:
 
 
 def _begins_at(task: Task) -> str:
-    """The hash of a fresh task's values where they come from a folder; others follow from the seed."""
+    """The hash of a fresh task's state where it comes from a folder; others follow from the seed."""
     if task.job.adapter_path is None:
         return ""
-    return hashlib.sha256(task.adapter.parameters.values.cpu().numpy().data).hexdigest()
+    digest = hashlib.sha256()
+    for tensor in task.adapter.state().values():
+        digest.update(tensor.numpy().data)
+    return digest.hexdigest()
 
 
 def _check_base(planned: list[PlannedJob], base: ModelFolder) -> None:

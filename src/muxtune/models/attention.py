@@ -1,9 +1,10 @@
 """Attention over packed rows: each *segment* of queries sees its own keys and values, and nothing else.
 
 All sequences of a micro-batch lie one after another in one row dimension T; a segment says which rows form one
-sequence. Packing, padding rows and decoding from a cache are the same structure: a segment's keys are its own rows,
-after those that its cache slot already holds. No block mask is ever built; each segment is one call of PyTorch's scaled
-dot-product attention, so its result depends on its own rows only.
+sequence. Packing, padding rows, a learned prefix and decoding from a cache are the same structure: a segment's keys are
+those that its cache slot already holds, those of its spans, in order, and its own rows; causality and a sliding window
+count over all of them as over one sequence. No block mask is ever built; each segment is one call of PyTorch's scaled
+dot-product attention, so its result depends on its own rows and spans only.
 
 The function is registered with transformers' attention interface under `ATTENTION_NAME`; transformers' modules call it
 in place of their own once `attn_implementation` says so. The mask function beside it returns None: transformers must
@@ -12,14 +13,15 @@ build no mask of its own.
 Cost: one kernel launch a segment; a causal sequence of n tokens costs n^2/2. Block-diagonal masks and padding measured
 2.8x and 2.9x slower on ragged short sequences (docs/log.md).
 
-Legend: T packed tokens, S tokens of one segment, P cached tokens, H query heads, G key/value heads, K head dim.
+Legend: T packed tokens, S tokens of one segment, N keys that it sees, P positions of a span, H query
+heads, G key/value heads, K head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +34,25 @@ from muxtune.models.kv_cache import KVCache
 ATTENTION_NAME = "muxtune_packed"
 
 
+class Span(Protocol):
+    """Keys and values that do not come from rows of the pass, such as a learned prefix; they may need a gradient."""
+
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[1, G, P, K] each."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`rows` consecutive query rows. With a `cache_slot` their keys join those the slot holds from earlier passes."""
+    """`rows` consecutive query rows, and what they see before themselves: the keys and values of `spans`.
+
+    With a `cache_slot` all of these join what the slot holds from earlier passes, spans included: a sequence brings
+    its spans to its first pass only.
+    """
 
     rows: int
     cache_slot: int | None = None
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(slots=True)
@@ -83,11 +98,22 @@ def packed_attention(
         value_1GTK.split(context.sizes, dim=2),
         strict=True,
     ):
+        if segment.spans:
+            k, v = _after_spans(segment.spans, layer, k, v)
         if segment.cache_slot is not None:
             assert context.cache is not None
             k, v = context.cache.extend(layer, segment.cache_slot, k, v)
         outputs.append(_attend(q, k, v, scale, sliding_window, softcap).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
+
+
+def _after_spans(spans: Sequence[Span], layer: int, k_1GSK: Tensor, v_1GSK: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the spans and then of the rows, in the rows' precision."""
+    before = [span.keys_values(layer) for span in spans]
+    return (
+        torch.cat([*(k.to(k_1GSK.dtype) for k, _ in before), k_1GSK], dim=2),
+        torch.cat([*(v.to(v_1GSK.dtype) for _, v in before), v_1GSK], dim=2),
+    )
 
 
 def _context_of(module: nn.Module) -> AttentionContext:

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from muxtune.errors import ModelError
-from muxtune.models.attach import LinearOp, Pass, PassSlot, install
+from muxtune.models.attach import LinearOp, NormOp, Op, Pass, PassSlot, install, is_norm
 from muxtune.models.attention import ATTENTION_NAME
+from muxtune.models.embedding import TokenEmbedding
 from muxtune.models.loss import Head
 from muxtune.models.recipes import Recipe, recipe_for
+from muxtune.spec.peft import Place
 
 _Call = tuple[
     Tensor, tuple[Any, ...], dict[str, Any]
@@ -104,21 +106,40 @@ class Backbone:
         self.recipe: Recipe = recipe_for(model, model.config.model_type)
         self._body = model.get_submodule(self.recipe.body)
         layers = getattr(self._body, self.recipe.layers)
-        named = [getattr(self._body, name) for name in (self.recipe.norm, self.recipe.project_out) if name]
-        after = [module for module in named if module is not None]
-        self._after = [_own_forward(module) for module in after]
         self.head = _head_of(model)
         self.slot = PassSlot()
         self._notes: list[_Call] = []
         prefix = f"{self.recipe.body}.{self.recipe.layers}"
-        self.attach_points: dict[str, LinearOp] = install(
-            {f"{prefix}.{index}": layer for index, layer in enumerate(layers)}, self.slot
+        self.ops: dict[str, Op] = install(
+            {f"{prefix}.{index}": layer for index, layer in enumerate(layers)},
+            self.slot,
+            self.recipe,
+            model.config.hidden_size,
         )
+        self._after = self._install_after()
+        self.embedding = _embedding_of(model, self.slot)
+        self.attach_points: dict[str, LinearOp] = {
+            name: op for name, op in self.ops.items() if isinstance(op, LinearOp)
+        }
         self.blocks: list[Block] = [TransformersBlock(index, layer, self.slot) for index, layer in enumerate(layers)]
         for layer in layers:
             layer.__dict__["forward"] = _Recorder(self.slot, self._notes)
-        for module in after:
+
+    def _install_after(self) -> list[Callable[[Tensor], Tensor]]:
+        """What follows the layers, in order; the modules themselves then pass the rows on, as `begin` needs."""
+        steps: list[Callable[[Tensor], Tensor]] = []
+        for name in (self.recipe.norm, self.recipe.project_out):
+            module = getattr(self._body, name) if name else None
+            if module is None:
+                continue
+            path = f"{self.recipe.body}.{name}"
+            if is_norm(module, self.config.hidden_size):
+                self.ops[path] = NormOp(path, module, self.slot, roles=frozenset({"norm"}), layer=None)
+                steps.append(self.ops[path])
+            else:
+                steps.append(_own_forward(module))
             module.__dict__["forward"] = _Recorder(self.slot)
+        return steps
 
     @property
     def device(self) -> torch.device:
@@ -135,27 +156,55 @@ class Backbone:
         return int(limit) if limit is not None else None
 
     @property
+    def places(self) -> tuple[Place, ...]:
+        """The token embedding and every attach point, as specs see them."""
+        points = (
+            Place(op.name, op.kind, op.roles, op.layer, op.in_features, op.out_features, op.biased)
+            for op in self.ops.values()
+        )
+        return self.embedding.place, *points
+
+    @property
+    def attention_shape(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads and the width of one, of every layer."""
+        config = self.config
+        heads = int(config.num_attention_heads)
+        key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+        return heads, int(key_value_heads), int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+    @property
+    def module_names(self) -> list[str]:
+        """Every module path of the model."""
+        return [name for name, _ in self.model.named_modules() if name]
+
+    @property
     def vocabulary(self) -> int:
         return int(self.head.weight_VD.shape[0])
 
-    @torch.no_grad()
     def begin(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Prelude:
-        """Everything before the first layer, for T packed rows."""
+        """Everything before the first layer, for T packed rows. Only given rows can need a gradient there."""
         self._notes.clear()
         self.slot.current = current
         try:
-            self._body(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(current.given)):
+                self._body(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
         finally:
             self.slot.current = None
+        served, self.embedding.served = self.embedding.served, ()
+        assert served is current.given or not current.given, "the model does not use its embedding"
         calls = list(self._notes)
         self._notes.clear()
         return Prelude(calls[0][0][0], calls)
 
-    def finish(self, x_TD: Tensor) -> Tensor:
+    def finish(self, x_TD: Tensor, current: Pass) -> Tensor:
         """Everything between the last layer and the head."""
         x_1TD = x_TD[None]
-        for forward in self._after:
-            x_1TD = forward(x_1TD)
+        self.slot.current = current
+        try:
+            for forward in self._after:
+                x_1TD = forward(x_1TD)
+        finally:
+            self.slot.current = None
         return x_1TD[0]
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Tensor:
@@ -164,7 +213,13 @@ class Backbone:
         x_TD = prelude.x_TD
         for block in self.blocks:
             x_TD = block.forward(x_TD, prelude, current)
-        return self.finish(x_TD)
+        return self.finish(x_TD, current)
+
+
+def _embedding_of(model: PreTrainedModel, slot: PassSlot) -> TokenEmbedding:
+    module = model.get_input_embeddings()
+    (name,) = [name for name, other in model.named_modules() if other is module]
+    return TokenEmbedding(name, module, slot)
 
 
 def _head_of(model: PreTrainedModel) -> Head:

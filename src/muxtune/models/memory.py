@@ -15,7 +15,6 @@ The boundary: bytes of shapes; who may train is the engine's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from muxtune.models import attention
 from muxtune.models.backbone import Backbone
 from muxtune.models.loss import SLICE_ROWS
 from muxtune.models.skeleton import skeleton
+from muxtune.spec.peft import Place
 
 # Kept floats over the inputs and outputs of a layer's linears, by family: LLaMA's own, then the others by what autograd
 # keeps of them. A family that is not listed counts as the most wasteful.
@@ -50,7 +50,7 @@ _CGROUP_LIMITS = (
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a model costs. `attach_points`: (in, out) features of each linear of its layers.
+    """What a model costs. `places`: every attach point.
 
     Attributes:
         row_bytes: activations of one packed row, all layers.
@@ -64,7 +64,12 @@ class Footprint:
     head_bytes: int
     layer_weights: int
     head_weights: int
-    attach_points: Mapping[str, tuple[int, int]]
+    places: tuple[Place, ...]
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(in, out) features of each linear of the layers."""
+        return {place.name: (place.inputs, place.outputs) for place in self.places if place.kind == "linear"}
 
     def activation_bytes(self, rows: int, longest: int) -> int:
         """Of a micro-batch of `rows` whose longest sequence has `longest`."""
@@ -90,7 +95,7 @@ def footprint(folder: Path, dtype: torch.dtype) -> Footprint:
         head_bytes=_HEAD_COPIES * SLICE_ROWS * backbone.vocabulary * torch.promote_types(dtype, torch.float32).itemsize,
         layer_weights=sum(inputs * outputs for inputs, outputs in shapes.values()),
         head_weights=backbone.head.weight_VD.numel(),
-        attach_points=shapes,
+        places=backbone.places,
     )
 
 

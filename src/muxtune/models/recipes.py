@@ -31,6 +31,12 @@ class Recipe:
     o: tuple[str, ...] = ("self_attn.o_proj",)
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: tuple[str, ...] = ("mlp.down_proj",)
+    mlp: str | None = "mlp"  # the feed-forward sublayer, where the family has it as one module
+
+    def roles(self, name: str) -> frozenset[str]:
+        """The roles of the linear at `name` below a layer."""
+        by_role = {"q": self.q, "k": self.k, "v": self.v, "o": self.o, "mlp_in": self.mlp_in, "mlp_out": self.mlp_out}
+        return frozenset(role for role, names in by_role.items() if name in names)
 
 
 LLAMA = Recipe(body="model")
@@ -52,6 +58,7 @@ OPT = Recipe(
     o=("self_attn.out_proj",),
     mlp_in=("fc1",),
     mlp_out=("fc2",),
+    mlp=None,
 )
 
 RECIPES: dict[str, Recipe] = {
@@ -81,7 +88,7 @@ def guess(model: nn.Module, model_type: str) -> Recipe:
             if isinstance(getattr(module, layers, None), nn.ModuleList):
                 norm = next((name for name in _NORM_NAMES if hasattr(module, name)), None)
                 nothing: tuple[str, ...] = ()
-                return Recipe(path, layers, norm, None, nothing, nothing, nothing, nothing, nothing, nothing)
+                return Recipe(path, layers, norm, None, nothing, nothing, nothing, nothing, nothing, nothing, None)
     raise ModelError(
         f"cannot find the decoder layers of model type {model_type!r}",
         hint="supported by name: " + ", ".join(sorted(RECIPES)),

@@ -1,39 +1,105 @@
 """The one representation of PEFT: BaseOp, Adapter, Dispatch, Aggregate.
 
-A *BaseOp* is a frozen operator of the backbone. An *Adapter* is one task's trainable parameters: an `AdapterModule` at
-each attach point it hooks. *Dispatch* says which rows of a micro-batch go to which adapter - always a slice, never a
-mask or a one-hot sum, so that one task's NaN cannot reach another (0 * NaN is NaN). *Aggregate* is how a module's
-output joins the BaseOp's: it is the module's own affair, done in place on its rows.
+A *BaseOp* is a frozen operator of the backbone: a linear, a norm, a whole feed-forward sublayer. An *Adapter* is one
+task's trainable parameters: an `AdapterModule` at each attach point it hooks. *Dispatch* says which rows of a
+micro-batch go to which adapter - always a slice, never a mask or a one-hot sum, so that one task's NaN cannot reach
+another (0 * NaN is NaN). *Aggregate* is how a module's output joins the BaseOp's, and it is the module's own affair:
 
-Every module comes as a hand-written pair (`forward_rows`, `backward_rows`) and as a plain twin through autograd
-(`forward_plain`); a test holds them equal.
+    y = aggregate(x, BaseOp(input_rows(x)))        on the module's rows only
 
-Legend: t rows of one task, I input features, O output features.
+A module says that once, plainly, through autograd (`forward_plain`, and `input_rows` where the BaseOp itself must see
+other rows). A type that only ever adds to the BaseOp's output may also come as a hand-written pair
+(`AdditiveModule`), which is faster; a test holds pair and plain equal.
+
+Legend: t rows of one task, I input features, O output features, V virtual rows, E embedding width, P prefix positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from muxtune.peft.dropout import RowKeys
 from muxtune.peft.parameters import FlatParameters
+from muxtune.spec.peft import Place
 
 
 class BaseOp(Protocol):
-    """A frozen linear of the backbone, as the PEFT layer sees it."""
+    """A frozen operator of the backbone, as the PEFT layer sees it. `kind`: linear, norm or mlp."""
 
     @property
     def name(self) -> str: ...
     @property
+    def kind(self) -> str: ...
+    @property
+    def roles(self) -> frozenset[str]: ...
+    @property
+    def layer(self) -> int | None: ...
+    @property
     def in_features(self) -> int: ...
     @property
     def out_features(self) -> int: ...
+    @property
+    def biased(self) -> bool: ...
     def forward(self, x_TI: Tensor) -> Tensor: ...
+
+
+class LinearBase(BaseOp, Protocol):
+    """A linear y = x W^T + b; its backward needs no graph."""
+
+    @property
+    def transposed(self) -> bool: ...
+    @property
+    def weight_OI(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
     def input_gradient(self, grad_TO: Tensor) -> Tensor: ...
+
+
+class NormBase(BaseOp, Protocol):
+    """A norm over the model dimension; `parameters` are its weight and perhaps its bias."""
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]: ...
+    def forward_with(self, parameters: Mapping[str, Tensor], x_tD: Tensor) -> Tensor: ...
+
+
+class BackboneView(Protocol):
+    """What a PEFT type may know of a backbone when it builds an adapter."""
+
+    @property
+    def ops(self) -> Mapping[str, BaseOp]:
+        """Every attach point by full module path, in the order of the layers."""
+        ...
+
+    @property
+    def module_names(self) -> Sequence[str]:
+        """Every module path of the model, attach point or not."""
+        ...
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """The token embedding and the attach points, as specs see them."""
+        ...
+
+    @property
+    def attention_shape(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads and the width of one, of every layer."""
+        ...
+
+
+class Prefix(Protocol):
+    """Learned keys and values that each of a task's queries sees before its own sequence."""
+
+    @property
+    def length(self) -> int: ...
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[1, G, P, K] each, for G key/value heads of width K."""
+        ...
 
 
 class AdapterModule(Protocol):
@@ -41,8 +107,30 @@ class AdapterModule(Protocol):
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """The leaves it trains, in a fixed order; their `.grad` is where `backward_rows` adds."""
+        """The leaves it trains, in a fixed order; gradients are added to their `.grad`."""
         ...
+
+    @property
+    def additive(self) -> bool:
+        """Whether it comes as an `AdditiveModule`."""
+        ...
+
+    @property
+    def changes_input(self) -> bool:
+        """Whether the BaseOp must see `input_rows` instead of the rows themselves."""
+        ...
+
+    def input_rows(self, x_tI: Tensor, keys: RowKeys | None) -> Tensor:
+        """What the BaseOp sees, through autograd. Asked only where `changes_input`."""
+        ...
+
+    def forward_plain(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
+        """The output rows, through autograd, from the rows that came in and the BaseOp's output."""
+        ...
+
+
+class AdditiveModule(AdapterModule, Protocol):
+    """A module that adds to the BaseOp's output, as a hand-written pair."""
 
     def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
         """Aggregate into `y_tO` in place; returns what the backward needs. `keys` None switches dropout off."""
@@ -54,22 +142,78 @@ class AdapterModule(Protocol):
         """Add to the parameters' gradients, and to `grad_x_tI` (the BaseOp's own input gradient) in place."""
         ...
 
-    def forward_plain(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
-        """The twin: new output rows, through autograd."""
-        ...
+
+class PlainModule:
+    """What most modules share: the parameters are kept, the BaseOp's input is left alone, autograd does the rest."""
+
+    additive = False
+    changes_input = False
+
+    def __init__(self, *parameters: Tensor) -> None:
+        self.parameters: tuple[Tensor, ...] = parameters
+
+    def input_rows(self, x_tI: Tensor, keys: RowKeys | None) -> Tensor:
+        """The rows as they are."""
+        return x_tI
 
 
-class Adapter(Protocol):
-    """One task's trainable parameters: a module at each attach point, their values in one flat buffer."""
+class Adapter:
+    """One task's trainable parameters: a module at each attach point, their values in one flat buffer.
+
+    A type may also put learned positions before each of the task's sequences, whose own positions go on from there:
+    `prefix`, which is keys and values only, and then `virtual_VE`, which are input rows like those of V tokens. The
+    two are read anew for each pass.
+
+    Args:
+        fixed: named tensors that belong to the adapter and are never trained, but without which its parameters mean
+            nothing (the places of a sparse delta, say); they travel with the parameters.
+        stochastic: whether training needs row keys (dropout).
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, AdapterModule],
+        parameters: FlatParameters,
+        *,
+        fixed: Mapping[str, Tensor] | None = None,
+        stochastic: bool = False,
+    ) -> None:
+        self.modules = modules
+        self.parameters = parameters
+        self.fixed: Mapping[str, Tensor] = fixed or {}
+        self.stochastic = stochastic
+
+    prefix: Prefix | None = None
+    virtual_VE: Tensor | None = None
 
     @property
-    def modules(self) -> Mapping[str, AdapterModule]: ...
+    def lead(self) -> int:
+        """Positions before a sequence's own first token."""
+        prefix = self.prefix.length if self.prefix is not None else 0
+        return prefix + (self.virtual_VE.shape[0] if self.virtual_VE is not None else 0)
+
     @property
-    def parameters(self) -> FlatParameters: ...
-    @property
-    def stochastic(self) -> bool:
-        """Whether training needs row keys (dropout)."""
-        ...
+    def layout(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Name, shape and dtype of all that `state` holds."""
+        held = {**self.parameters.views, **self.fixed}
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in held.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies, on the CPU, of everything that makes it the adapter it is: parameters and fixed tensors."""
+        fixed = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in self.fixed.items()}
+        return self.parameters.export() | fixed
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of `state`, which has this adapter's names and shapes."""
+        assert state.keys() == self.layout.keys(), "the state of another adapter"
+        self.parameters.load({name: state[name] for name in self.parameters.views})
+        for name, tensor in self.fixed.items():
+            assert state[name].shape == tensor.shape, name
+            tensor.copy_(state[name])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Make anew what is derived from the parameters (DoRA's norms, say): called after every change of values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from muxtune.data.manifest import JsonValue, TrainingManifest
 def card(config: Mapping[str, JsonValue], manifest: TrainingManifest) -> str:
     """README.md with the front matter that model hubs read. Names are quoted: they are a user's text."""
     base = manifest.base
+    own = str(config["peft_type"]).startswith("MUXTUNE_")
     data = "\n".join(f"- `{_plain(d.name)}`: {d.examples} examples, sha256 `{d.sha256}`" for d in manifest.datasets)
     return f"""---
 base_model: {json.dumps(base.name)}
-library_name: peft
+library_name: {"muxtune" if own else "peft"}
 pipeline_tag: text-generation
 tags: [{_plain(str(config["peft_type"]).lower())}, muxtune]
 ---
@@ -27,13 +28,7 @@ A {config["peft_type"]} adapter of `{_plain(base.name)}`, trained with MuxTune f
 {_weights_line(manifest)}
 
 ```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "path/to/this/folder"
-model = AutoModelForCausalLM.from_pretrained({json.dumps(base.name)})
-model = PeftModel.from_pretrained(model, folder)
-tokenizer = AutoTokenizer.from_pretrained(folder)
+{_own_loading(base.name) if own else _peft_loading(base.name)}
 ```
 
 Trained on:
@@ -42,6 +37,25 @@ Trained on:
 
 `training_manifest.json` has the whole configuration.
 """
+
+
+def _peft_loading(base_name: str) -> str:
+    return f"""from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "path/to/this/folder"
+model = AutoModelForCausalLM.from_pretrained({json.dumps(base_name)})
+model = PeftModel.from_pretrained(model, folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)"""
+
+
+def _own_loading(base_name: str) -> str:
+    """peft has no such type."""
+    return f"""import muxtune
+
+engine = muxtune.Engine({json.dumps(base_name)})
+task = engine.load("path/to/this/folder")
+print(engine.sample("...", task=task))"""
 
 
 def _weights_line(manifest: TrainingManifest) -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muxtune.data.manifest import JsonValue
+from muxtune.peft.adapter_config import clip
 from muxtune.peft.convert import PREFIX
 from muxtune.peft.folder import WEIGHTS_FILE, read_config
-from muxtune.peft.lora_config import clip
 from muxtune.peft.untrusted import SafetensorsFile
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be; an adapter may have any rank up to it

@@ -1,16 +1,12 @@
-"""LoRA adapters to and from the format of Hugging Face peft: config keys, tensor names, target modules.
+"""Adapters to and from the format of Hugging Face peft: what the types at named modules share.
 
 The boundary: values in, values out; files are `folder.py`'s business. An import is judged on names, dtypes and shapes
-(`lora_layout`) before any data is read. Source: peft's tensor names and its suffix matching of target modules.
-
-Legend: R rank, I input features, O output features. A LoRA is x + scale * x A^T B^T with A [R, I], B [O, R], whichever
-way round the base keeps its weight (GPT-2's Conv1D included).
+(`check_layout`) before any data is read. Source: peft's tensor names and its suffix matching of target modules.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,16 +15,15 @@ from torch import Tensor
 
 from muxtune.data.manifest import JsonValue
 from muxtune.errors import AdapterError
-from muxtune.peft.lora_config import LoraFormat, clip, suffixes, targeted
+from muxtune.peft.adapter_config import suffixes
 from muxtune.peft.untrusted import TensorInfo
 
-LoraTensors: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]  # attach point -> (lora_a_RI, lora_b_OR), fp32
 AttachPoints: TypeAlias = Mapping[str, tuple[int, int]]  # full module path -> (in features, out features)
 Shape: TypeAlias = tuple[int, ...]
 
 PREFIX = "base_model.model."
-_TENSOR_NAME = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_[AB]\.weight")
 _WEIGHT_DTYPES = ("F32", "F16", "BF16")
+_INTEGER_DTYPES = ("I32", "I64", "F32")  # peft on Windows saves integers as floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,52 +34,14 @@ class PeftPayload:
     tensors: Mapping[str, Tensor]
 
 
-def export_lora(adapter: LoraTensors, form: LoraFormat, *, module_names: Collection[str]) -> PeftPayload:
-    """The adapter in peft's format. `module_names`: every module path of the base model.
+def exported(tensor: Tensor, *, where: str, what: str) -> Tensor:
+    """A copy of its own, fp32 on the CPU: safetensors takes views of one buffer for shared memory.
 
-    Raises:
-        AdapterError: the adapter is empty, not finite, or of another rank than `form` says.
+    Raises AdapterError where it is not finite.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, (lora_a_RI, lora_b_OR) in sorted(adapter.items()):
-        if lora_a_RI.shape[0] != form.r or lora_b_OR.shape[1] != form.r:
-            raise AdapterError(f"rank differs from r = {form.r}", where=name)
-        for kind, tensor in (("lora_A", lora_a_RI), ("lora_B", lora_b_OR)):
-            if not bool(torch.isfinite(tensor).all()):
-                raise AdapterError(f"{kind} holds NaN or infinity", where=name, hint="export an earlier checkpoint")
-            tensors[f"{PREFIX}{name}.{kind}.weight"] = _own(tensor)
-    if not tensors:
-        raise AdapterError("the adapter has no tensors", hint="check its target_modules")
-    return PeftPayload(_lora_config(form, target_modules(adapter, module_names)), tensors)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """A copy of its own: an adapter's tensors may be views of one buffer, which safetensors takes for shared memory."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise AdapterError(f"{what} holds NaN or infinity", where=where, hint="export an earlier checkpoint")
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-
-
-def _lora_config(form: LoraFormat, targets: list[str]) -> dict[str, JsonValue]:
-    """Only the classic keys: an older peft fails on a key that it does not know."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": form.r,
-        "lora_alpha": int(form.lora_alpha) if float(form.lora_alpha).is_integer() else form.lora_alpha,
-        "lora_dropout": form.lora_dropout,
-        "target_modules": targets,
-        "bias": "none",
-        "fan_in_fan_out": form.fan_in_fan_out,
-        "modules_to_save": None,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "use_rslora": form.use_rslora,
-        "use_dora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "revision": None,
-    }
 
 
 def target_modules(targets: Collection[str], module_names: Collection[str]) -> list[str]:
@@ -107,79 +64,40 @@ def _number_free(suffix: str) -> bool:
     return not any(part.isdigit() for part in suffix.split("."))
 
 
-def lora_layout(
-    config: Mapping[str, JsonValue], form: LoraFormat, attach_points: AttachPoints, *, where: str
-) -> dict[str, Shape]:
-    """Name and shape of every tensor that an adapter of this config has on this model: no more, no fewer.
-
-    Raises:
-        AdapterError: the target modules are a pattern, or name nothing in the model.
-    """
-    modules = targeted(config, attach_points, where=where)
-    if not modules:
-        raise AdapterError(
-            f"target_modules {clip(config.get('target_modules'))} name no linear layer of this model",
-            where=where,
-            hint=f"the adapter is of another architecture; this one has {', '.join(sorted(attach_points)[:3])}, ...",
-        )
-    shapes: dict[str, Shape] = {}
-    for name in modules:
-        in_features, out_features = attach_points[name]
-        shapes[f"{PREFIX}{name}.lora_A.weight"] = (form.r, in_features)
-        shapes[f"{PREFIX}{name}.lora_B.weight"] = (out_features, form.r)
-    return shapes
-
-
 def check_layout(
-    found: Mapping[str, TensorInfo], layout: Mapping[str, Shape], attach_points: AttachPoints, *, where: str
+    found: Mapping[str, TensorInfo],
+    layout: Mapping[str, Shape],
+    *,
+    why_extra: Callable[[str], str],
+    where: str,
+    integers: Collection[str] = (),
 ) -> None:
-    """Raises AdapterError unless the header holds exactly the tensors of `layout`, in a dtype of weights."""
+    """Raises AdapterError unless the header holds exactly the tensors of `layout`, in a dtype of weights, or of whole
+    numbers where they are among `integers`.
+
+    `why_extra` says in words why a tensor of that name is none of them.
+    """
     extra = sorted(set(found) - set(layout))
     if extra:
         raise AdapterError(
-            f"{len(extra)} tensors do not fit this model and config, the first is {clip(extra[0])}",
+            f"{len(extra)} tensors do not fit this model and config, the first is {extra[0][:80]!r}",
             where=where,
-            hint=_why_extra(extra[0], attach_points),
+            hint=why_extra(extra[0]),
         )
     missing = sorted(set(layout) - set(found))
     if missing:
         raise AdapterError(
             f"{len(missing)} tensors are missing, the first is {missing[0]!r}",
             where=where,
-            hint="the file is not complete, or target_modules name more than was saved",
+            hint="the file is not complete, or adapter_config.json names more than was saved",
         )
     for name, info in found.items():
-        if info.dtype not in _WEIGHT_DTYPES:
-            raise AdapterError(f"{name!r} is {info.dtype}, not one of {', '.join(_WEIGHT_DTYPES)}", where=where)
+        allowed = _INTEGER_DTYPES if name in integers else _WEIGHT_DTYPES
+        if info.dtype not in allowed:
+            raise AdapterError(f"{name!r} is {info.dtype}, not one of {', '.join(allowed)}", where=where)
         if info.shape != layout[name]:
             raise AdapterError(
-                f"{name!r} is {list(info.shape)}, this model and r in adapter_config.json need {list(layout[name])}",
+                f"{name!r} is {list(info.shape)}, this model and adapter_config.json need {list(layout[name])}",
                 where=where,
-                hint="r is not the rank of the tensors, or the adapter is of a model of another size",
+                hint="the config is not that of the tensors, or the adapter is of a model of another size",
             )
-
-
-def _why_extra(key: str, attach_points: AttachPoints) -> str:
-    if "lora_magnitude_vector" in key:
-        return "it is of a DoRA, which is not supported yet"
-    if "lora_embedding_" in key:
-        return "a LoRA on an embedding is not supported yet"
-    named = _TENSOR_NAME.fullmatch(key)
-    if named is None:
-        return "only tensors named base_model.model.MODULE.lora_A.weight or lora_B.weight are read"
-    name = named["module"]
-    if name not in attach_points:
-        return f"the model has no linear layer {clip(name)} that can be adapted"
-    return f"target_modules in adapter_config.json do not select {name!r}"
-
-
-def import_lora(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Tensors of a `lora_layout` by attach point, in fp32."""
-    names = sorted({named["module"] for named in map(_TENSOR_NAME.fullmatch, tensors) if named})
-    return {
-        name: (
-            tensors[f"{PREFIX}{name}.lora_A.weight"].float().contiguous(),
-            tensors[f"{PREFIX}{name}.lora_B.weight"].float().contiguous(),
-        )
-        for name in names
-    }

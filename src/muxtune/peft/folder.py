@@ -6,26 +6,26 @@
     tokenizer files, chat template, generation_config.json
 
 Written so that the adapter is whole or absent (`durable.py`); the same training writes the same bytes. Read as
-untrusted input: `untrusted.py` guards the containers, `lora_config.py` and `convert.py` the content, and a pickle is
-refused, never opened. A folder is read in time and memory proportional to what its config may hold on this model.
+untrusted input: `untrusted.py` guards the containers, the types and `convert.py` the content, and a pickle is refused,
+never opened. A folder is read in time and memory proportional to what its config may hold on this model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from muxtune.data.manifest import FORMAT, JsonValue, TrainingManifest
 from muxtune.durable import staged_folder
 from muxtune.errors import AdapterError
 from muxtune.peft.card import card
-from muxtune.peft.convert import AttachPoints, LoraTensors, PeftPayload, check_layout, import_lora, lora_layout
-from muxtune.peft.lora_config import MAX_RANK, LoraFormat, parse_lora_config
+from muxtune.peft.convert import PeftPayload, Shape, check_layout
 from muxtune.peft.untrusted import SafetensorsFile, read_json
 
 CONFIG_FILE = "adapter_config.json"
@@ -48,11 +48,10 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedAdapter:
-    """A LoRA that has been judged sound for one model. `manifest` is None where another tool wrote the folder."""
+class StoredTensors:
+    """The tensors of a folder, fp32, that have been judged sound. `manifest` is None where another tool wrote it."""
 
-    form: LoraFormat
-    tensors: LoraTensors
+    tensors: Mapping[str, Tensor]
     base_name: str | None
     manifest: TrainingManifest | None
 
@@ -100,33 +99,41 @@ def check_public_name(base: str) -> None:
         )
 
 
-def read_adapter(
-    folder: Path, attach_points: AttachPoints, *, base_sha256: str | None = None, max_rank: int = MAX_RANK
-) -> LoadedAdapter:
-    """Read a LoRA folder that anyone may have written, for the model that has `attach_points`.
+def read_tensors(
+    folder: Path,
+    config: Mapping[str, JsonValue],
+    layout: Mapping[str, Shape],
+    *,
+    why_extra: Callable[[str], str],
+    base_sha256: str | None = None,
+    integers: Collection[str] = (),
+) -> StoredTensors:
+    """The tensors of an adapter folder that anyone may have written, which must be exactly those of `layout`: fp32, and
+    int64 those of `integers`.
 
     Args:
+        config: of the folder, which the type has judged.
+        layout: name and shape of each, as the type derives them from the config and the model.
+        why_extra: says in words why a tensor of that name is none of them.
         base_sha256: the hash of the loaded base weights; an adapter whose manifest names another is refused.
-        max_rank: the largest rank that is taken.
 
     Raises:
-        AdapterError: whatever is wrong with the folder, before any memory is spent on its tensors.
+        AdapterError: whatever is wrong, before any memory is spent on the tensors.
     """
-    config = read_config(folder)
-    where = str(folder / CONFIG_FILE)
-    form = parse_lora_config(config, where=where, max_rank=max_rank)
-    layout = lora_layout(config, form, attach_points, where=where)
     manifest = read_manifest(folder)
     _check_base(manifest, base_sha256, folder)
     weights = folder / WEIGHTS_FILE
     with SafetensorsFile(weights) as file:
-        check_layout(file.tensors, layout, attach_points, where=str(weights))
-        tensors = file.load()
+        check_layout(file.tensors, layout, why_extra=why_extra, where=str(weights), integers=integers)
+        tensors = {
+            name: tensor.to(torch.int64 if name in integers else torch.float32).contiguous()
+            for name, tensor in file.load().items()
+        }
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise AdapterError(f"{name!r} holds NaN or infinity", where=str(weights), hint="use an earlier checkpoint")
     base_name = config.get("base_model_name_or_path")
-    return LoadedAdapter(form, import_lora(tensors), base_name if isinstance(base_name, str) else None, manifest)
+    return StoredTensors(tensors, base_name if isinstance(base_name, str) else None, manifest)
 
 
 def read_config(folder: Path) -> Mapping[str, JsonValue]:

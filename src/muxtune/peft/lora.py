@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021): y += (alpha / r) * B A dropout(x), beside a frozen linear.
+"""LoRA (Hu et al., 2021): y += s * B A dropout(x), beside a frozen linear; s = alpha / r, or alpha / sqrt(r) (rsLoRA).
 
 A [R, I] starts uniform in +-1/sqrt(I) (what peft's Kaiming-uniform with a = sqrt 5 comes to) and B [O, R] at zero, so
 training starts from the backbone itself. Each matrix is drawn from a generator of its own, seeded by the job's seed
@@ -13,28 +13,54 @@ Legend: t rows of one task, I input features, O output features, R rank.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from muxtune.peft.base import BaseOp
+from muxtune.peft.base import Adapter, BaseOp, PlainModule
 from muxtune.peft.dropout import RowKeys, keep_mask
 from muxtune.peft.parameters import FlatParameters
+from muxtune.peft.start import uniform
 
 
-class LoraModule:
-    """One pair at one attach point."""
+class LowRankModule(PlainModule):
+    """A pair at one attach point, and its input with dropout: what LoRA and its kin share."""
 
     def __init__(self, attach_point: str, lora_a_RI: Tensor, lora_b_OR: Tensor, scale: float, dropout: float) -> None:
-        grad_a_RI, grad_b_OR = lora_a_RI.grad, lora_b_OR.grad
-        assert grad_a_RI is not None and grad_b_OR is not None
-        self.parameters = (lora_a_RI, lora_b_OR)
+        super().__init__(lora_a_RI, lora_b_OR)
         self._attach_point = attach_point
         self._scale = scale
         self._dropout = dropout
         self._dtype = lora_a_RI.dtype
+
+    def _delta(self, inputs_tI: Tensor) -> Tensor:
+        """s B A x, through autograd, from what `_inputs` gives."""
+        a_RI, b_OR, *_ = self.parameters
+        return self._scale * (inputs_tI @ a_RI.T @ b_OR.T)
+
+    def _inputs(self, x_tI: Tensor, keys: RowKeys | None) -> Tensor:
+        """The rows in the adapter's precision, with dropout."""
+        if x_tI.dtype != self._dtype:
+            x_tI = x_tI.to(self._dtype)
+        return self._drop(x_tI, keys)
+
+    def _drop(self, x_tI: Tensor, keys: RowKeys | None) -> Tensor:
+        if keys is None or self._dropout == 0:
+            return x_tI
+        keep_tI = keep_mask(keys, self._attach_point, x_tI.shape[1], self._dropout)
+        return x_tI * keep_tI / (1 - self._dropout)
+
+
+class LoraModule(LowRankModule):
+    """y + s B A dropout(x), by hand and plainly."""
+
+    additive = True
+
+    def __init__(self, attach_point: str, lora_a_RI: Tensor, lora_b_OR: Tensor, scale: float, dropout: float) -> None:
+        super().__init__(attach_point, lora_a_RI, lora_b_OR, scale, dropout)
+        grad_a_RI, grad_b_OR = lora_a_RI.grad, lora_b_OR.grad
+        assert grad_a_RI is not None and grad_b_OR is not None
         # What the products take, made once: a view costs as much as a small product.
         self._a_RI, self._b_RO = lora_a_RI.detach(), lora_b_OR.detach().T
         self._a_IR, self._b_OR = self._a_RI.T, self._b_RO.T
@@ -67,28 +93,24 @@ class LoraModule:
             grad_x_tI += self._drop(own_tI, keys).to(grad_x_tI.dtype)
 
     def forward_plain(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
-        a_RI, b_OR = self.parameters
-        delta_tO = self._inputs(x_tI, keys) @ a_RI.T @ b_OR.T
-        return (y_tO + self._scale * delta_tO).to(y_tO.dtype)
-
-    def _inputs(self, x_tI: Tensor, keys: RowKeys | None) -> Tensor:
-        if x_tI.dtype != self._dtype:
-            x_tI = x_tI.to(self._dtype)
-        return self._drop(x_tI, keys)
-
-    def _drop(self, x_tI: Tensor, keys: RowKeys | None) -> Tensor:
-        if keys is None or self._dropout == 0:
-            return x_tI
-        keep_tI = keep_mask(keys, self._attach_point, x_tI.shape[1], self._dropout)
-        return x_tI * keep_tI / (1 - self._dropout)
+        return (y_tO + self._delta(self._inputs(x_tI, keys))).to(y_tO.dtype)
 
 
-class LoraAdapter:
+class LowRankAdapter(Adapter):
+    """A pair at each of its attach points, `lora_A` [R, I] and `lora_B` [O, R] among its parameters."""
+
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Attach point -> (A [R, I], B [O, R]), detached views of the live values."""
+        views = self.parameters.views
+        return {name: (views[f"{name}.lora_A"].detach(), views[f"{name}.lora_B"].detach()) for name in self.modules}
+
+
+class LoraAdapter(LowRankAdapter):
     """A LoRA pair at each of `ops`.
 
     Args:
         ops: the attach points to hook, in the backbone's order.
-        scale: alpha / r.
+        scale: alpha / r, or alpha / sqrt(r).
         seed: the job's; decides the start values with the attach points' names alone.
         dtype: of the parameters, float32 or float64.
     """
@@ -105,35 +127,39 @@ class LoraAdapter:
         device: torch.device,
     ) -> None:
         ops = list(ops)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for op in ops:
-            shapes[f"{op.name}.lora_A"] = (r, op.in_features)
-            shapes[f"{op.name}.lora_B"] = (op.out_features, r)
-        turned = {name for name in shapes if name.endswith(".lora_B")}
-        self.parameters = FlatParameters(shapes, dtype, device, columns_first=turned)
-        self.stochastic = dropout > 0
-        self.modules: dict[str, LoraModule] = {}
-        for op in ops:
-            a_RI = self.parameters.views[f"{op.name}.lora_A"]
-            b_OR = self.parameters.views[f"{op.name}.lora_B"]
-            with torch.no_grad():
-                a_RI.copy_(_uniform(op.name, seed, (r, op.in_features)))
-            self.modules[op.name] = LoraModule(op.name, a_RI, b_OR, scale, dropout)
-
-    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Attach point -> (A [R, I], B [O, R]), detached views of the live values."""
-        views = self.parameters.views
-        return {name: (views[f"{name}.lora_A"].detach(), views[f"{name}.lora_B"].detach()) for name in self.modules}
+        parameters = low_rank_parameters(ops, r, dtype, device)
+        draw_start(ops, parameters, seed)
+        modules = {op.name: LoraModule(op.name, *pair_of(op, parameters), scale, dropout) for op in ops}
+        super().__init__(modules, parameters, stochastic=dropout > 0)
 
     def load_pairs(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Take the values of `pairs`, which must cover exactly this adapter's attach points."""
         tensors = {f"{name}.lora_A": pair[0] for name, pair in pairs.items()}
-        self.parameters.load(tensors | {f"{name}.lora_B": pair[1] for name, pair in pairs.items()})
+        self.load(tensors | {f"{name}.lora_B": pair[1] for name, pair in pairs.items()})
 
 
-def _uniform(attach_point: str, seed: int, shape: tuple[int, int]) -> Tensor:
-    """[R, I] uniform in +-1/sqrt(I), fp32 on the CPU whatever the device, so that devices start alike."""
-    digest = hashlib.blake2b(f"{seed}/{attach_point}/lora_A".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    bound = shape[1] ** -0.5
-    return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+def low_rank_parameters(
+    ops: Sequence[BaseOp], r: int, dtype: torch.dtype, device: torch.device, *, magnitudes: bool = False
+) -> FlatParameters:
+    """`NAME.lora_A` [R, I] and `NAME.lora_B` [O, R] for each op, zero; `NAME.lora_magnitude_vector` [O] if asked."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for op in ops:
+        shapes[f"{op.name}.lora_A"] = (r, op.in_features)
+        shapes[f"{op.name}.lora_B"] = (op.out_features, r)
+        if magnitudes:
+            shapes[f"{op.name}.lora_magnitude_vector"] = (op.out_features,)
+    turned = {name for name in shapes if name.endswith(".lora_B")}
+    return FlatParameters(shapes, dtype, device, columns_first=turned)
+
+
+def pair_of(op: BaseOp, parameters: FlatParameters) -> tuple[Tensor, Tensor]:
+    """The leaves A [R, I] and B [O, R] of one attach point."""
+    return parameters.views[f"{op.name}.lora_A"], parameters.views[f"{op.name}.lora_B"]
+
+
+@torch.no_grad()
+def draw_start(ops: Iterable[BaseOp], parameters: FlatParameters, seed: int) -> None:
+    """Each A as it starts; B stays zero."""
+    for op in ops:
+        a_RI, _ = pair_of(op, parameters)
+        a_RI.copy_(uniform(seed, f"{op.name}/lora_A", a_RI.shape))

@@ -1,9 +1,13 @@
 """One BaseOp, many adapters: the shared operator runs once on the rows of all tasks, each adapter on its own slice.
 
-`hooks` turns the dispatches of a micro-batch into one hook an attach point. The fast path is a single autograd node a
-BaseOp: its forward runs the frozen operator and lets each module aggregate in place; its backward computes the input
-gradient once, lets each module add to it, and writes parameter gradients straight into the tasks' buffers. The twin
-(`plain=True`) says the same through autograd with split and concatenation.
+`hooks` turns the dispatches of a micro-batch into one hook an attach point. At a linear, the fast path is a single
+autograd node: its forward runs the frozen operator and lets each module aggregate; its backward computes the input
+gradient once and writes parameter gradients straight into the tasks' buffers. Modules that add come as a hand-written
+pair and work in place. Any other module keeps a small graph of its own between the node's forward and backward; its
+backward first turns the gradient of what it made into that of the BaseOp's output, on its rows, before the shared
+input gradient is computed. Norms and sublayers have no closed-form backward here and stay under autograd.
+
+The twin (`plain=True`) says everything through autograd with split and concatenation.
 
 Legend: T rows of a micro-batch, t rows of one task, I input features, O output features.
 """
@@ -12,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from muxtune.peft.base import AdapterModule, BaseOp, Dispatch
+from muxtune.peft.base import AdapterModule, AdditiveModule, BaseOp, Dispatch, LinearBase
 from muxtune.peft.dropout import RowKeys
 
 Hook = Callable[[BaseOp, Tensor], Tensor]
@@ -78,8 +82,11 @@ def _hook(shares: _Shares, apply: Callable[[BaseOp, Tensor, _Shares], Tensor]) -
 
 
 def _apply(op: BaseOp, x_TI: Tensor, shares: _Shares) -> Tensor:
+    if op.kind != "linear":
+        return _apply_plain(op, x_TI, shares)
     anchor = shares.members[0].module.parameters[0]
-    y_TO: Tensor = _Multiplexed.apply(x_TI, anchor, op, shares)  # type: ignore[no-untyped-call]
+    training = torch.is_grad_enabled()
+    y_TO: Tensor = _Multiplexed.apply(x_TI, anchor, op, shares, training)  # type: ignore[no-untyped-call]
     return y_TO
 
 
@@ -88,12 +95,18 @@ class _Multiplexed(torch.autograd.Function):
     depends on trained values even where the input does not; all parameters' gradients are written in `backward`."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, anchor: Tensor, op: BaseOp, shares: _Shares) -> Tensor:
-        y_TO = op.forward(x_TI)
-        x_parts, y_parts = shares.split(x_TI), shares.split(y_TO)
-        ctx.saved = [
-            share.module.forward_rows(x_parts[share.part], y_parts[share.part], share.keys) for share in shares.members
-        ]
+    def forward(ctx: Any, x_TI: Tensor, anchor: Tensor, op: LinearBase, shares: _Shares, training: bool) -> Tensor:
+        x_parts = shares.split(x_TI)
+        ctx.entries = {
+            share.part: _graph(
+                training, lambda x, share=share: share.module.input_rows(x, share.keys), x_parts[share.part]
+            )
+            for share in shares.members
+            if share.module.changes_input
+        }
+        y_TO = op.forward(_replaced(x_parts, ctx.entries) if ctx.entries else x_TI)
+        y_parts = shares.split(y_TO)
+        ctx.saved = [_forward_share(share, x_parts, y_parts, training) for share in shares.members]
         ctx.save_for_backward(x_TI)
         ctx.op, ctx.shares = op, shares
         return y_TO
@@ -103,18 +116,85 @@ class _Multiplexed(torch.autograd.Function):
         (grad_y_TO,) = grads
         (x_TI,) = ctx.saved_tensors
         shares: _Shares = ctx.shares
-        grad_x_TI: Tensor | None = ctx.op.input_gradient(grad_y_TO) if ctx.needs_input_grad[0] else None
-        x_parts, grad_y_parts = shares.split(x_TI), shares.split(grad_y_TO)
+        extra_tI: dict[int, Tensor] = {}
+        if any(isinstance(saved, _Graph) for saved in ctx.saved):
+            grad_y_TO = grad_y_TO.clone()
+        grad_y_parts = shares.split(grad_y_TO)
+        for share, saved in zip(shares.members, ctx.saved, strict=True):
+            if isinstance(saved, _Graph):
+                extra_tI[share.part], grad_y_tO = saved.pull(grad_y_parts[share.part], share.module.parameters)
+                grad_y_parts[share.part].copy_(grad_y_tO)
+        grad_x_TI: Tensor | None = None
+        if ctx.needs_input_grad[0] or ctx.entries:
+            grad_x_TI = ctx.op.input_gradient(grad_y_TO)
+        x_parts = shares.split(x_TI)
         grad_x_parts = shares.split(grad_x_TI) if grad_x_TI is not None else None
         for share, saved in zip(shares.members, ctx.saved, strict=True):
             part = share.part
             grad_x_tI = grad_x_parts[part] if grad_x_parts is not None else None
-            share.module.backward_rows(x_parts[part], saved, grad_y_parts[part], grad_x_tI, share.keys)
-        return grad_x_TI, None, None, None
+            if part in ctx.entries and grad_x_tI is not None:
+                (own_tI,) = ctx.entries[part].pull(grad_x_tI, share.module.parameters)
+                grad_x_tI.copy_(own_tI)
+            if isinstance(saved, _Graph):
+                if grad_x_tI is not None:
+                    grad_x_tI += extra_tI[part]
+            else:
+                module = cast("AdditiveModule", share.module)
+                module.backward_rows(x_parts[part], saved, grad_y_parts[part], grad_x_tI, share.keys)
+        return grad_x_TI if ctx.needs_input_grad[0] else None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A module's own piece of graph, from detached inputs to its output."""
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+    def pull(self, grad: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:
+        """Add to the parameters' gradients; the gradients of the inputs."""
+        found = torch.autograd.grad(self.output, [*self.inputs, *parameters], grad, allow_unused=True)
+        for parameter, part in zip(parameters, found[len(self.inputs) :], strict=True):
+            if part is not None:
+                assert parameter.grad is not None
+                parameter.grad += part
+        return [
+            torch.zeros_like(tensor) if part is None else part for tensor, part in zip(self.inputs, found, strict=False)
+        ]
+
+
+def _graph(training: bool, function: Callable[..., Tensor], *inputs: Tensor) -> _Graph:
+    leaves = tuple(tensor.detach().requires_grad_(training) for tensor in inputs)
+    with torch.set_grad_enabled(training):
+        return _Graph(leaves, function(*leaves))
+
+
+def _forward_share(
+    share: _Share, x_parts: Sequence[Tensor], y_parts: Sequence[Tensor], training: bool
+) -> Tensor | _Graph:
+    """Aggregate one module into its output rows, in place; what its backward needs."""
+    module, x_tI, y_tO = share.module, x_parts[share.part], y_parts[share.part]
+    if module.additive:
+        return cast("AdditiveModule", module).forward_rows(x_tI, y_tO, share.keys)
+    # the graph keeps what it was computed from, and these rows are about to be written over
+    graph = _graph(training, lambda x, y: module.forward_plain(x, y, share.keys), x_tI, y_tO.clone())
+    y_tO.copy_(graph.output.detach())
+    return graph
+
+
+def _replaced(x_parts: Sequence[Tensor], entries: dict[int, _Graph]) -> Tensor:
+    return torch.cat([entries[i].output.detach() if i in entries else part for i, part in enumerate(x_parts)])
 
 
 def _apply_plain(op: BaseOp, x_TI: Tensor, shares: _Shares) -> Tensor:
-    x_parts, y_parts = shares.split(x_TI), list(shares.split(op.forward(x_TI)))
+    x_parts = shares.split(x_TI)
+    entries = {
+        share.part: share.module.input_rows(x_parts[share.part], share.keys)
+        for share in shares.members
+        if share.module.changes_input
+    }
+    seen_TI = torch.cat([entries.get(i, part) for i, part in enumerate(x_parts)]) if entries else x_TI
+    y_parts = list(shares.split(op.forward(seen_TI)))
     for share in shares.members:
         y_parts[share.part] = share.module.forward_plain(x_parts[share.part], y_parts[share.part], share.keys)
     return torch.cat(y_parts)

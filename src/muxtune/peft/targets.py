@@ -1,29 +1,41 @@
-"""Which attach points an adapter hooks: `all-linear`, or literal names and suffixes. Never a pattern."""
+"""Which attach points an adapter hooks: all of a kind, or literal names and suffixes. Never a pattern."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from muxtune.errors import AdapterError
+from muxtune.peft.base import BackboneView, LinearBase, NormBase
 
 Op = TypeVar("Op")
 
 
-def select(targets: str | Sequence[str], ops: Mapping[str, Op]) -> dict[str, Op]:
-    """The attach points that `targets` names, in the backbone's order.
+def linears(view: BackboneView) -> dict[str, LinearBase]:
+    """The linears among a backbone's attach points."""
+    return {name: cast("LinearBase", op) for name, op in view.ops.items() if op.kind == "linear"}
+
+
+def norms(view: BackboneView) -> dict[str, NormBase]:
+    """The norms among a backbone's attach points."""
+    return {name: cast("NormBase", op) for name, op in view.ops.items() if op.kind == "norm"}
+
+
+def select(targets: str | Sequence[str], ops: Mapping[str, Op], *, what: str = "linear layer") -> dict[str, Op]:
+    """Those of `ops` - each a `what` - that `targets` names, in the backbone's order.
 
     Raises AdapterError naming the targets that match nothing, and what there is.
     """
-    if targets == "all-linear":
+    everything = "all-norms" if what == "norm" else "all-linear"
+    if targets == everything:
         return dict(ops)
     wanted = [targets] if isinstance(targets, str) else list(targets)
     unknown = [target for target in wanted if not any(matches(target, name) for name in ops)]
     if unknown:
         suffixes = sorted({name.rsplit(".", 1)[-1] for name in ops})
         raise AdapterError(
-            f"target_modules {', '.join(map(repr, unknown))} match no linear layer of the base model",
-            hint=f"it has: {', '.join(suffixes)}, or 'all-linear'",
+            f"target_modules {', '.join(map(repr, unknown))} match no {what} of the base model",
+            hint=f"it has: {', '.join(suffixes)}, or {everything!r}",
         )
     return {name: op for name, op in ops.items() if any(matches(target, name) for target in wanted)}
 

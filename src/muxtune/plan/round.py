@@ -19,16 +19,21 @@ Policy = Literal["sequential", "fuse-all"]
 
 @dataclass(frozen=True, slots=True)
 class Participant:
-    """What one task brings to a round: its chunks, in order, of sequences of `source`."""
+    """What one task brings to a round: its chunks, in order, of sequences of `source`.
+
+    `virtual_rows` are those that its adapter puts before each sequence.
+    """
 
     task: str | None
     source: str
     chunks: tuple[tuple[SequenceRef, ...], ...]
     denominator: int = 1
+    virtual_rows: int = 0
 
     @property
     def widest(self) -> int:
-        return max((sum(ref.length for ref in chunk) for chunk in self.chunks), default=0)
+        """Rows of the largest chunk."""
+        return max((sum(ref.length + self.virtual_rows for ref in chunk) for chunk in self.chunks), default=0)
 
 
 def derive_round(

@@ -8,7 +8,18 @@ from muxtune.spec.dataset import Dataset, Validation
 from muxtune.spec.event import EvalResult, EventKind, RunEvent, StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
 from muxtune.spec.load import ResolvedRun, load_run
-from muxtune.spec.peft import AttachShape, Lora, PeftSpec
+from muxtune.spec.peft import (
+    IA3,
+    BitFit,
+    Bottleneck,
+    LnTuning,
+    Lora,
+    PeftSpec,
+    Place,
+    PrefixTuning,
+    PromptTuning,
+    Shira,
+)
 from muxtune.spec.render import render_json, render_yaml
 from muxtune.spec.resume import changed_keys, check_resume, resume_allowed
 from muxtune.spec.run import RunSpec
@@ -18,18 +29,25 @@ from muxtune.spec.status import JobStatus
 Job = JobSpec
 
 __all__ = [
-    "AttachShape",
+    "IA3",
+    "BitFit",
+    "Bottleneck",
     "Dataset",
     "EvalResult",
     "EventKind",
     "Job",
     "JobSpec",
     "JobStatus",
+    "LnTuning",
     "Lora",
     "PeftSpec",
+    "Place",
+    "PrefixTuning",
+    "PromptTuning",
     "ResolvedRun",
     "RunEvent",
     "RunSpec",
+    "Shira",
     "StepResult",
     "TaskEvent",
     "Validation",

@@ -14,7 +14,7 @@ from muxtune.errors import ConfigError
 from muxtune.spec.border import Spec
 from muxtune.spec.dataset import Dataset, Validation
 from muxtune.spec.names import read_name
-from muxtune.spec.peft import Lora, PeftSpec
+from muxtune.spec.peft import Lora, PeftBase, PeftSpec
 from muxtune.spec.scalars import Flag, Integer, Number, PathText, choice, clip, read_list
 
 _ADAMW_ALIASES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"}
@@ -64,7 +64,7 @@ FractionOrCount = Annotated[Number, Field(ge=0), AfterValidator(_check_fraction_
 
 
 def _default_learning_rate(validated: dict[str, Any]) -> float:
-    peft: Lora = validated["peft"]
+    peft: PeftBase = validated["peft"]
     return peft.default_learning_rate
 
 

@@ -66,7 +66,7 @@ def _harmless(change: Change, old: JobSpec, new: JobSpec, same_data: bool) -> bo
         case "per_device_train_batch_size" | "gradient_accumulation_steps":
             return old.effective_batch == new.effective_batch
         case "peft.target_modules":
-            return _as_set(old.peft.target_modules) == _as_set(new.peft.target_modules)
+            return _as_set(change.old) == _as_set(change.new)
         case "datasets":
             same = [(d.type, d.weight) for d in old.datasets] == [(d.type, d.weight) for d in new.datasets]
             return same_data and same
@@ -84,8 +84,8 @@ def _ends_may_move(job: JobSpec) -> bool:
     return constant and (job.warmup_steps == 0 or job.warmup_steps >= 1)
 
 
-def _as_set(targets: str | tuple[str, ...]) -> frozenset[str]:
-    return frozenset((targets,) if isinstance(targets, str) else targets)
+def _as_set(targets: object) -> frozenset[object]:
+    return frozenset(targets if isinstance(targets, tuple) else (targets,))
 
 
 def _grows(old: float | None, new: float | None) -> bool:

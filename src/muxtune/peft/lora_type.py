@@ -1,0 +1,77 @@
+"""LoRA and its kin as one PEFT type: their spec to an adapter, and both ways between it and peft's folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from muxtune.peft.base import Adapter, BackboneView
+from muxtune.peft.convert import PeftPayload
+from muxtune.peft.dora import DoraAdapter
+from muxtune.peft.lora import LoraAdapter, LowRankAdapter
+from muxtune.peft.lora_config import LoraFormat
+from muxtune.peft.lora_convert import LoadedLora, export_lora, read_lora
+from muxtune.peft.pissa import PissaAdapter
+from muxtune.peft.stored import StoredAdapter
+from muxtune.peft.targets import linears, select
+from muxtune.spec.peft import Lora
+
+
+class LoraType:
+    """See `muxtune.peft.registry.PeftType`."""
+
+    def build(
+        self, spec: Lora, view: BackboneView, *, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> LowRankAdapter:
+        """Pairs at the linears that the spec targets."""
+        ops = select(spec.target_modules, linears(view)).values()
+        r, scale, dropout = spec.r, spec.scaling, spec.lora_dropout
+        if spec.pissa:
+            return PissaAdapter(ops, r=r, scale=scale, dropout=dropout, dtype=dtype, device=device)
+        kind = DoraAdapter if spec.use_dora else LoraAdapter
+        return kind(ops, r=r, scale=scale, dropout=dropout, seed=seed, dtype=dtype, device=device)
+
+    def payload(self, spec: Lora, adapter: Adapter, view: BackboneView) -> PeftPayload:
+        """peft's LORA; a PiSSA as the plain LoRA of twice the rank, which needs no dropout and no changed base."""
+        assert isinstance(adapter, LowRankAdapter)
+        transposed = any(linears(view)[name].transposed for name in adapter.modules)
+        names = view.module_names
+        if isinstance(adapter, PissaAdapter):
+            plain = LoraFormat(2 * spec.r, 2 * spec.r * spec.scaling, fan_in_fan_out=transposed)
+            return export_lora(adapter.plain_pairs(), plain, module_names=names)
+        form = LoraFormat(
+            spec.r,
+            spec.lora_alpha,
+            spec.lora_dropout,
+            use_rslora=spec.use_rslora,
+            use_dora=spec.use_dora,
+            fan_in_fan_out=transposed,
+        )
+        magnitudes = adapter.magnitudes() if isinstance(adapter, DoraAdapter) else None
+        return export_lora(adapter.pairs(), form, module_names=names, magnitudes=magnitudes)
+
+    def read(self, folder: Path, view: BackboneView, *, base_sha256: str | None) -> StoredAdapter:
+        """peft's LORA, but for those whose base was changed."""
+        shapes = {name: (op.in_features, op.out_features) for name, op in linears(view).items()}
+        loaded = read_lora(folder, shapes, base_sha256=base_sha256)
+        values = {f"{name}.lora_A": a for name, (a, _) in loaded.tensors.items()}
+        values |= {f"{name}.lora_B": b for name, (_, b) in loaded.tensors.items()}
+        values |= {f"{name}.lora_magnitude_vector": m for name, m in loaded.magnitudes.items()}
+        return StoredAdapter(_spec(loaded), values, loaded.base_name, loaded.manifest)
+
+
+def _spec(loaded: LoadedLora) -> Lora:
+    """What a folder's config says, but for its dropout: it answers, or goes on with the dropout of a job."""
+    form = loaded.form
+    return Lora(
+        r=form.r,
+        lora_alpha=form.lora_alpha,
+        lora_dropout=0,
+        use_rslora=form.use_rslora,
+        use_dora=form.use_dora,
+        target_modules=tuple(sorted(loaded.tensors)),
+    )
+
+
+LORA = LoraType()

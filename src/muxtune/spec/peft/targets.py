@@ -1,0 +1,76 @@
+"""How a spec names the modules it adapts: all of a kind, or literal names and suffixes; never a pattern."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from muxtune.errors import ConfigError
+from muxtune.spec.peft.base import Place
+from muxtune.spec.scalars import clip
+
+ALL_LINEAR = "all-linear"
+ALL_NORMS = "all-norms"
+
+_MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+
+
+def _reader(everything: str) -> Callable[[object], object]:
+    """Reads `everything`, or module names as a list or with commas: literal suffixes or full names, never patterns."""
+
+    def read(value: object) -> object:
+        if isinstance(value, str):
+            if value.strip().lower() in ("all", everything):
+                return everything
+            value = value.split(",")
+        if not isinstance(value, list | tuple) or not value:
+            raise ConfigError(f"should be {everything!r} or a list of module names, got {clip(value)}")
+        return tuple(dict.fromkeys(_read_module_name(name) for name in value))
+
+    return read
+
+
+def _read_module_name(value: object) -> str:
+    name = value.strip() if isinstance(value, str) else ""
+    if not _MODULE_NAME.fullmatch(name) or len(name) > 256:
+        raise ConfigError(
+            f"should be the name of a module, got {clip(value)}",
+            hint="a literal suffix such as q_proj or a full name; patterns are not read",
+        )
+    return name
+
+
+def _read_names(value: object) -> object:
+    """Module names as a list or with commas; a list may be empty."""
+    return () if value in ((), []) else _reader(ALL_LINEAR)(value)
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_read_names)]
+Targets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_reader(ALL_LINEAR))]
+NormTargets = Annotated[Literal["all-norms"] | tuple[str, ...], BeforeValidator(_reader(ALL_NORMS))]
+
+
+def targeted(
+    targets: str | tuple[str, ...], places: Iterable[Place], kind: Literal["linear", "norm"] = "linear"
+) -> list[Place]:
+    """Those of a kind among `places` that `targets` names (peft's rule: a whole path, or a suffix at a dot)."""
+    own = [place for place in places if place.kind == kind]
+    if isinstance(targets, str):
+        return own
+    return [place for place in own if any(_names(target, place) for target in targets)]
+
+
+def unmatched(
+    targets: str | tuple[str, ...], places: Iterable[Place], kind: Literal["linear", "norm"] = "linear"
+) -> tuple[str, ...]:
+    """The targets that name none of the kind among `places`."""
+    own = [place for place in places if place.kind == kind]
+    wanted = () if isinstance(targets, str) else targets
+    return tuple(target for target in wanted if not any(_names(target, place) for place in own))
+
+
+def _names(target: str, place: Place) -> bool:
+    return place.name == target or place.name.endswith(f".{target}")

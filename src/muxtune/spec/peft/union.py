@@ -1,0 +1,94 @@
+"""The union of the PEFT specs that train today, and the names it is read from.
+
+`read_peft` picks the member by `type`. A new PEFT type is a spec in this package and an entry in `PEFT_SPECS`; a short
+name (`dora` is `lora` with `use_dora`) is an entry in `_SHORT_NAMES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from muxtune.errors import ConfigError
+from muxtune.spec.peft.base import PeftBase
+from muxtune.spec.peft.bitfit import BitFit
+from muxtune.spec.peft.bottleneck import Bottleneck
+from muxtune.spec.peft.ia3 import IA3
+from muxtune.spec.peft.ln_tuning import LnTuning
+from muxtune.spec.peft.lora import Lora
+from muxtune.spec.peft.prefix_tuning import PrefixTuning
+from muxtune.spec.peft.prompt_tuning import PromptTuning
+from muxtune.spec.peft.shira import Shira
+from muxtune.spec.scalars import clip, nearest
+
+# A short name, the type it is of, and the key that makes it so.
+_SHORT_NAMES: Mapping[str, tuple[str, str, object]] = {
+    "dora": ("lora", "use_dora", True),
+    "rslora": ("lora", "use_rslora", True),
+    "pissa": ("lora", "init_lora_weights", "pissa"),
+    "houlsby": ("bottleneck", "placement", "houlsby"),
+    "pfeiffer": ("bottleneck", "placement", "pfeiffer"),
+    "parallel": ("bottleneck", "placement", "parallel"),
+}
+
+PEFT_SPECS: Mapping[str, type[PeftBase]] = {
+    "lora": Lora,
+    "ia3": IA3,
+    "bottleneck": Bottleneck,
+    "bitfit": BitFit,
+    "ln_tuning": LnTuning,
+    "shira": Shira,
+    "prefix_tuning": PrefixTuning,
+    "prompt_tuning": PromptTuning,
+}
+
+
+def peft_family(type_name: str) -> str:
+    """The PEFT type a name stands for: `dora` is of the family `lora`. Unknown names stand for themselves."""
+    name = type_name.lower()
+    return _SHORT_NAMES[name][0] if name in _SHORT_NAMES else name
+
+
+def read_peft(value: object) -> object:
+    """A PEFT spec from itself, its type's name or a mapping with `type` (lora where it says none)."""
+    if isinstance(value, PeftBase):
+        return value
+    if isinstance(value, str):
+        value = {"type": value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"should be a PEFT type or a mapping with its type, got {clip(value)}")
+    given = value.get("type", "lora")
+    if not isinstance(given, str):
+        raise ConfigError(f"should be the name of a PEFT type, got {clip(given)}", where="type")
+    name = peft_family(given)
+    if name not in PEFT_SPECS:
+        raise _refused_type(given)
+    settings = {str(key): item for key, item in value.items()}
+    return PEFT_SPECS[name](**_expanded(given.lower(), settings), type=name)
+
+
+def _expanded(given: str, settings: Mapping[str, object]) -> dict[str, object]:
+    """The settings without `type`, with what a short name stands for. Raises ConfigError where they contradict it."""
+    rest = {key: item for key, item in settings.items() if key != "type"}
+    if given not in _SHORT_NAMES:
+        return rest
+    family, key, meant = _SHORT_NAMES[given]
+    if key in rest and str(rest[key]).lower() != str(meant).lower():
+        raise ConfigError(
+            f"{clip(rest[key])} contradicts type {given}",
+            where=key,
+            hint=f"leave it out, or say type: {family}",
+        )
+    return {**rest, key: meant}
+
+
+def _refused_type(given: str) -> ConfigError:
+    supported = "supported: " + ", ".join(PEFT_SPECS)
+    near = nearest(given, (*PEFT_SPECS, *_SHORT_NAMES))
+    hint = f"did you mean {near!r}? {supported}" if near else supported
+    return ConfigError(f"unknown PEFT type {given!r}", where="type", hint=hint)
+
+
+PeftSpec = Annotated[SerializeAsAny[PeftBase], BeforeValidator(read_peft)]

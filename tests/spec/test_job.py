@@ -46,7 +46,7 @@ def test_the_effective_batch_is_the_product() -> None:
         ({"name": "../x"}, "name", "not safe"),
         ({"name": 7}, "name", "should be a name"),
         ({"peft": {"r": 0}}, "peft.r", "at least 1"),
-        ({"peft": {"type": "ia3"}}, "peft.type", "not supported yet"),
+        ({"peft": {"type": "adalora"}}, "peft.type", "unknown PEFT type"),
         ({"peft": 3}, "peft", "PEFT type"),
         ({"learning_rate": 0}, "learning_rate", "more than 0"),
         ({"learning_rate": float("nan")}, "learning_rate", "finite"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from muxtune.errors import ConfigError
-from muxtune.spec import Dataset, JobSpec, Lora, RunSpec, Validation, load_run
-from tests.spec.configs import HALVING, HEAD, IA3_JOB, JOB, SWEEP, THREE, load, write
+from muxtune.spec import IA3, Dataset, JobSpec, Lora, RunSpec, Validation, load_run
+from tests.spec.configs import HALVING, HEAD, JOB, SWEEP, THREE, load, write
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -20,7 +20,7 @@ def refusal(text: str, *sets: str) -> ConfigError:
 
 
 def test_the_three_jobs_of_the_contract() -> None:
-    run = load(THREE.replace(IA3_JOB, "")).run
+    run = load(THREE).run
     shared = {"max_length": 512, "warmup_steps": 3, "max_steps": 24, "per_device_train_batch_size": 4, "seed": 7}
     assert run == RunSpec(
         base_model="smollm2-135m-instruct",
@@ -41,15 +41,22 @@ def test_the_three_jobs_of_the_contract() -> None:
                 learning_rate=1e-3,
                 **shared,
             ),
+            JobSpec(
+                name="sentiment",
+                datasets=(Dataset(path="data/sentiment.jsonl"),),
+                peft=IA3(),
+                learning_rate=3e-2,
+                **shared,
+            ),
         ),
     )
 
 
-def test_a_peft_type_to_come_is_refused_in_its_line() -> None:
-    error = refusal(THREE)
+def test_an_unknown_peft_type_is_refused_in_its_line() -> None:
+    error = refusal(THREE.replace("{type: ia3}", "{type: ia4}"))
     assert error.where == "run.yaml:22 jobs.sentiment.peft.type"
-    assert "'ia3' is not supported yet" in error.message
-    assert error.hint == "supported: lora"
+    assert "unknown PEFT type 'ia4'" in error.message
+    assert (error.hint or "").startswith("did you mean 'ia3'? supported: lora, ")
 
 
 def test_the_sweep_of_the_contract() -> None:
@@ -141,7 +148,7 @@ def test_peft_is_inherited_within_a_type_only(below: str, above: str, rank: int)
 
 
 def test_a_type_that_is_only_inherited_is_refused_at_the_default() -> None:
-    error = refusal(HEAD + "defaults:\n  peft: dora\njobs: [{name: x, datasets: a}]\n")
+    error = refusal(HEAD + "defaults:\n  peft: drora\njobs: [{name: x, datasets: a}]\n")
     assert error.where == "run.yaml:4 jobs.x.peft.type"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from muxtune.errors import ConfigError
 from muxtune.spec import Lora, Place
-from muxtune.spec.peft import peft_family, read_peft
+from muxtune.spec.peft import PEFT_SPECS, peft_family, read_peft
 
 
 def linears(*shapes: tuple[int, int]) -> list[Place]:
@@ -44,12 +44,22 @@ def test_target_modules_are_literal_names() -> None:
         assert caught.value.where == "target_modules"
 
 
-@pytest.mark.parametrize("name", ["ia3", "prefix_tuning", "prompt_tuning", "IA3"])
-def test_types_to_come_are_known_and_refused(name: str) -> None:
-    for value in (name, {"type": name, "anything": 1}):
-        with pytest.raises(ConfigError, match="is not supported yet") as caught:
-            read_peft(value)
-        assert (caught.value.hint or "").startswith("supported: lora")
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        *((name, name) for name in ("lora", "ia3", "prefix_tuning", "prompt_tuning", "bottleneck", "bitfit")),
+        *((name, name) for name in ("ln_tuning", "shira")),
+        *((name, "lora") for name in ("dora", "rslora", "pissa", "DoRA")),
+        *((name, "bottleneck") for name in ("houlsby", "pfeiffer", "parallel")),
+    ],
+)
+def test_every_name_of_the_contract_is_a_type_with_defaults(name: str, family: str) -> None:
+    spec = read_peft(name)
+    assert isinstance(spec, PEFT_SPECS[family]) and spec.type == family == peft_family(name)
+    assert 1e-5 < spec.default_learning_rate < 0.1
+    assert read_peft(spec.model_dump(mode="json")) == spec == read_peft({"type": name})
+    with pytest.raises(ConfigError, match="unknown key"):
+        read_peft({"type": name, "surprise": 1})
 
 
 def test_a_misspelt_type_names_the_nearest() -> None:
@@ -60,10 +70,12 @@ def test_a_misspelt_type_names_the_nearest() -> None:
 def test_kin_of_lora_by_its_keys() -> None:
     plain_kin = {"use_dora": False, "use_rslora": "false", "init_lora_weights": True}
     assert read_peft(plain_kin) == Lora()
-    for key, value in [("use_dora", True), ("use_rslora", "yes"), ("init_lora_weights", "pissa")]:
-        with pytest.raises(ConfigError, match="not supported yet") as caught:
-            read_peft({key: value})
+    for key, value, name in [("use_dora", True, "dora"), ("use_rslora", "yes", "rslora")]:
+        assert read_peft({key: value}) == read_peft(name) == read_peft({"type": name, key: value}) != Lora()
+        with pytest.raises(ConfigError, match=f"contradicts type {name}") as caught:
+            read_peft({"type": name, key: "no"})
         assert caught.value.where == key
+    assert read_peft({"init_lora_weights": "pissa"}) == read_peft("pissa") != Lora()
 
 
 def test_families() -> None:

@@ -75,16 +75,11 @@ def _copy(folder: Path, out: Path, base_name: str | None, base_model: str | None
 
 
 def _merge(folder: Path, out: Path, base_model: str | None) -> None:
-    from muxtune.models.merge import merge_into
-    from muxtune.peft.folder import carried_files
-    from muxtune.peft.lora_convert import read_lora
+    from muxtune.engine.merge import merge_adapter
 
     base = _base(folder, base_model)
     with _finished(folder, base) as adapter:
-        shapes = _footprint(base).linears
-        loaded = read_lora(adapter, shapes, base_sha256=base.weights_sha256)
-        files = carried_files(adapter)
-        report = merge_into(base, loaded.tensors, out, scale=loaded.form.scale, extra_files=files)
+        report = merge_adapter(adapter, base, out)
     print(out)
     note = f" ({base.note})" if base.note else ""
     print(f"{report.changed_tensors} weights of {base.public_name}{note} changed")

@@ -1,36 +1,41 @@
-"""A LoRA merged into its base: W' = W + scale * B A, written as an ordinary model folder.
+"""An adapter merged into its base: new values of the base's own parameters, written as an ordinary model folder.
 
-The boundary: plain pairs of matrices by module path; neither the engine nor peft. Weights are streamed: one shard of
-the result (5 GB at most) is in memory at a time. Nothing is matched by luck: every pair must find its tensor, every
-tensor it targets must change, and before the folder appears its logits are compared with those of base + adapter, both
-in fp32 - a merge that does not bring the base's outputs nearer to the adapter's is refused. Costs a read and a write of
-the model, and two forward passes of 32 tokens.
+The boundary: functions from old values to new ones, by parameter name; neither the engine nor peft. Weights are
+streamed: one shard of the result (5 GB at most) is in memory at a time. Nothing is matched by luck: every change must
+find its tensor, some tensor must change, and before the folder appears its logits are compared with those of base +
+adapter, both in fp32 - a merge that does not bring the base's outputs nearer to the adapter's is refused. Costs a read
+and a write of the model, and the comparison (`merge_check`).
 
-Legend: R rank, I input features, O output features.
+Legend: I input features, O output features.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from muxtune.durable import staged_folder
 from muxtune.errors import AdapterError, ModelError
 from muxtune.models.cache import RECEIPT
 from muxtune.models.layout import INDEX, WEIGHTS, Layout, check_folder, read_json
-from muxtune.models.merge_check import Pairs, compare_logits
+from muxtune.models.merge_check import Adapted, compare_logits
 from muxtune.models.skeleton import skeleton
 from muxtune.models.sources import ModelFolder
+
+# Full name of a parameter -> its new value from its old one, both fp32 at least; a linear's weight as [O, I].
+Changes: TypeAlias = Mapping[str, Callable[[Tensor], Tensor]]
 
 MAX_SHARD_BYTES = 5 * 10**9
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -52,72 +57,74 @@ class MergeReport:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    module: str
-    transposed: bool  # the weight is kept [I, O]
-    lora_a_RI: Tensor
-    lora_b_OR: Tensor
+    parameter: str
+    transposed: bool  # a linear's weight that is kept [I, O]
+    change: Callable[[Tensor], Tensor]
 
 
 def merge_into(
     base: ModelFolder,
-    adapter: Pairs,
+    changes: Changes,
     dest: Path,
     *,
-    scale: float,
+    adapted: Adapted | None,
     extra_files: Sequence[Path] = (),
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    verify: bool = True,
 ) -> MergeReport:
-    """Write base + adapter as a model folder that transformers loads without peft.
+    """Write the base with `changes` as a model folder that transformers loads without peft.
 
     Args:
-        scale: of the LoRA, alpha / r (or alpha / sqrt r).
+        adapted: the logits that the merged model's are compared with before the folder appears; None: they are not.
         extra_files: files that replace the base's own, such as the adapter's tokenizer and generation config.
         dtype: of the result's floating-point weights; None keeps each tensor's own.
-        verify: compare logits before the folder appears; loads the model twice, one after the other.
 
     Raises:
-        AdapterError: a pair fits no weight, or is on a head that the model ties to its embedding, or changes nothing.
+        AdapterError: a change fits no parameter, or one that the model ties to another, or nothing changes.
         ModelError: `dest` exists, or the base folder cannot be read.
     """
     if dest.exists() and any(dest.iterdir() if dest.is_dir() else [dest]):
         raise ModelError("there is something already", where=str(dest), hint="choose a new folder for the merged model")
     layout = check_folder(base.path)
-    targets = _targets(layout, adapter)
+    targets = _targets(layout, changes)
     with staged_folder(dest, key_file="config.json") as staging:
-        changed = _write_weights(layout, targets, staging, scale, dtype, max_shard_bytes)
+        changed = _write_weights(layout, targets, staging, dtype, max_shard_bytes)
         _copy_files(layout.path, staging, extra_files, dtype)
-        difference, effect = compare_logits(layout.path, staging, adapter, scale) if verify else (None, None)
+        difference, effect = compare_logits(adapted, staging) if adapted is not None else (None, None)
         report = MergeReport(dest, changed, difference, effect)
         (staging / "README.md").write_text(_card(base, report), encoding="utf-8")
     return report
 
 
-def _targets(layout: Layout, adapter: Pairs) -> dict[str, _Target]:
-    """Name of a stored tensor -> what is added to it."""
+def _targets(layout: Layout, changes: Changes) -> dict[str, _Target]:
+    """Name of a stored tensor -> what becomes of it."""
     model = skeleton(layout.path)
-    modules = dict(model.named_modules())
-    tied_head = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
+    modules, shapes = dict(model.named_modules()), {name: tuple(p.shape) for name, p in _parameters(model).items()}
+    tied = model.config.get_text_config().tie_word_embeddings
+    ends = (model.get_input_embeddings(), model.get_output_embeddings()) if tied else ()
     stored = {entry.name: entry.shape for entry in layout.tensors}
     targets = {}
-    for name, (lora_a_RI, lora_b_OR) in adapter.items():
-        module = modules.get(name)
-        if not isinstance(module, nn.Linear | Conv1D):
-            raise AdapterError("the base model has no linear layer of that name", where=name)
-        if module is tied_head:
+    for name, change in changes.items():
+        if name not in shapes:
+            raise AdapterError("the base model has no such parameter", where=name)
+        path, _, leaf = name.rpartition(".")
+        module = modules[path]
+        if module in ends:
             raise AdapterError(
-                "the head shares its matrix with the embedding, so a LoRA on it alone cannot be merged", where=name
+                "the head shares its matrix with the embedding, so a change of one alone cannot be merged", where=name
             )
-        key = _stored_name(f"{name}.weight", model.base_model_prefix, stored)
-        transposed = isinstance(module, Conv1D)
-        shape = (lora_b_OR.shape[0], lora_a_RI.shape[1])
-        if stored[key] != (shape[::-1] if transposed else shape) or lora_a_RI.shape[0] != lora_b_OR.shape[1]:
-            raise AdapterError(f"shape differs from the base weight's {list(stored[key])}", where=name)
-        targets[key] = _Target(name, transposed, lora_a_RI, lora_b_OR)
+        key = _stored_name(name, model.base_model_prefix, stored)
+        if stored[key] != shapes[name]:
+            raise AdapterError(f"the base's files hold it as {list(stored[key])}, not {list(shapes[name])}", where=name)
+        targets[key] = _Target(name, isinstance(module, Conv1D) and leaf == "weight", change)
     if not targets:
         raise AdapterError("the adapter has no tensors: there is nothing to merge")
     return targets
+
+
+def _parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """By name; a shared one under each of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _stored_name(name: str, prefix: str, stored: Mapping[str, tuple[int, ...]]) -> str:
@@ -136,7 +143,6 @@ def _write_weights(
     layout: Layout,
     targets: Mapping[str, _Target],
     staging: Path,
-    scale: float,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
 ) -> int:
@@ -159,7 +165,7 @@ def _write_weights(
             for name in names:
                 weight = opened[files[name]].get_tensor(name)
                 if name in targets:
-                    weight, moved = _merged(weight, targets[name], scale, outline[name].dtype)
+                    weight, moved = _merged(weight, targets[name], outline[name].dtype)
                     changed += moved
                 tensors[name] = weight.to(outline[name].dtype).contiguous()
             save_file(tensors, staging / shard, metadata={"format": "pt"})
@@ -167,23 +173,24 @@ def _write_weights(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if changed == 0:
-        raise AdapterError("the adapter changes no weight: every lora_A or lora_B is zero", hint="was it trained?")
+        raise AdapterError("the adapter changes no weight: it is as it started", hint="was it trained?")
     return changed
 
 
-def _merged(weight: Tensor, target: _Target, scale: float, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """W' in `dtype`, computed in fp32 at least and rounded once; and whether it is not W (as for a zero pair)."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    delta_OI = scale * (target.lora_b_OR.to(wide) @ target.lora_a_RI.to(wide))
-    merged = (weight.to(wide) + (delta_OI.T if target.transposed else delta_OI)).to(dtype)
+def _merged(weight: Tensor, target: _Target, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """The new value in `dtype`, computed in fp32 at least and rounded once; and whether it is another one."""
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    changed = target.change(wide.T).T if target.transposed else target.change(wide)
+    assert changed.shape == weight.shape and changed.dtype == wide.dtype, target.parameter
+    merged = changed.to(dtype)
     if not all(map(torch.isfinite, torch.aminmax(merged))):
-        raise AdapterError(f"the merged weight does not fit into {dtype}", where=target.module)
+        raise AdapterError(f"the merged weight does not fit into {dtype}", where=target.parameter)
     if not torch.equal(merged, weight.to(dtype)):
         return merged, True
-    if bool(delta_OI.any()):
+    if not torch.equal(changed, wide):
         raise AdapterError(
             f"its change is lost when the weight is rounded to {dtype}",
-            where=target.module,
+            where=target.parameter,
             hint="merge in float32, or use the adapter unmerged",
         )
     return merged, False
@@ -220,7 +227,7 @@ pipeline_tag: text-generation
 tags: [muxtune]
 ---
 
-A LoRA adapter merged into its base with MuxTune: {report.changed_tensors} weights changed.
+An adapter merged into its base with MuxTune: {report.changed_tensors} weights changed.
 
 Base weights used: {json.dumps(base.public_name)}{note}, sha256 `{base.weights_sha256}`.
 {checked}"""

@@ -48,6 +48,9 @@ def check_vllm(folder: Path, attach_points: Collection[str]) -> VllmReport:
     config = read_config(folder)
     with SafetensorsFile(folder / WEIGHTS_FILE) as file:
         tensors = file.tensors
+    other = _other_type(config)
+    if other is not None:
+        return VllmReport((other,), ())  # all else that would be wrong comes of that
     names = {key: match for key, info in tensors.items() if len(info.shape) == 2 and (match := _NAME.fullmatch(key))}
     ranks = {tensors[key].shape[0] if m["kind"] == "A" else tensors[key].shape[-1] for key, m in names.items()}
     problems = [
@@ -58,16 +61,19 @@ def check_vllm(folder: Path, attach_points: Collection[str]) -> VllmReport:
     return VllmReport(tuple(problems), _flags(max(ranks, default=1)))
 
 
+def _other_type(config: Mapping[str, JsonValue]) -> str | None:
+    """Why vLLM has nothing that could serve an adapter of this kind; None for a plain LoRA."""
+    if config.get("peft_type") != "LORA":
+        return f"peft_type {clip(config.get('peft_type'))}: vLLM serves LoRA only; export it merged, if it can be"
+    return "vLLM does not support DoRA; export it merged" if config.get("use_dora") else None
+
+
 def _config_problems(config: Mapping[str, JsonValue]) -> list[str]:
     problems = [
         f"adapter_config.json has no {key!r}"
         for key in ("r", "lora_alpha", "target_modules")
         if config.get(key) is None
     ]
-    if config.get("peft_type") != "LORA":
-        problems.append(f"peft_type {clip(config.get('peft_type'))}: vLLM serves LoRA only")
-    if config.get("use_dora"):
-        problems.append("vLLM does not support DoRA; export it merged")
     if config.get("modules_to_save"):
         problems.append("vLLM refuses modules_to_save; export it merged")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from muxtune.peft.base import Adapter, BackboneView
 from muxtune.peft.convert import PeftPayload
@@ -13,7 +16,7 @@ from muxtune.peft.lora import LoraAdapter, LowRankAdapter
 from muxtune.peft.lora_config import LoraFormat
 from muxtune.peft.lora_convert import LoadedLora, export_lora, read_lora
 from muxtune.peft.pissa import PissaAdapter
-from muxtune.peft.stored import StoredAdapter
+from muxtune.peft.stored import Changes, StoredAdapter
 from muxtune.peft.targets import linears, select
 from muxtune.spec.peft import Lora
 
@@ -59,6 +62,25 @@ class LoraType:
         values |= {f"{name}.lora_B": b for name, (_, b) in loaded.tensors.items()}
         values |= {f"{name}.lora_magnitude_vector": m for name, m in loaded.magnitudes.items()}
         return StoredAdapter(_spec(loaded), values, loaded.base_name, loaded.manifest)
+
+    def changes(self, stored: StoredAdapter, view: BackboneView) -> Changes:
+        """W + s B A; of a DoRA its rows scaled to their lengths."""
+        spec, values = stored.spec, stored.values
+        assert isinstance(spec, Lora) and not spec.pissa
+        changes: dict[str, Callable[[Tensor], Tensor]] = {}
+        for name in spec.target_modules:
+            a_RI, b_OR = values[f"{name}.lora_A"], values[f"{name}.lora_B"]
+            magnitude_O = values[f"{name}.lora_magnitude_vector"] if spec.use_dora else None
+            changes[f"{name}.weight"] = partial(_moved, a_RI, b_OR, spec.scaling, magnitude_O)
+        return changes
+
+
+def _moved(a_RI: Tensor, b_OR: Tensor, scale: float, magnitude_O: Tensor | None, weight_OI: Tensor) -> Tensor:
+    moved_OI = torch.addmm(weight_OI, b_OR.to(weight_OI), a_RI.to(weight_OI), alpha=scale)
+    if magnitude_O is None:
+        return moved_OI
+    norm_O: Tensor = torch.linalg.vector_norm(moved_OI, dim=1).clamp_min(torch.finfo(moved_OI.dtype).tiny)
+    return moved_OI * (magnitude_O.to(norm_O) / norm_O)[:, None]
 
 
 def _spec(loaded: LoadedLora) -> Lora:

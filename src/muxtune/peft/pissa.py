@@ -117,5 +117,6 @@ def _principal(op: LinearBase, r: int, scale: float, dtype: torch.dtype) -> tupl
             f"PiSSA wants {r} principal components, the weight has {most}", where=op.name, hint=f"peft.r: {most}"
         )
     u_OM, s_M, v_MI = torch.linalg.svd(op.weight_OI.to(dtype), full_matrices=False)
-    root_R = (s_M[:r] / scale).sqrt()
-    return root_R[:, None] * v_MI[:r], (root_R[:, None] * u_OM.T[:r]).contiguous().T
+    root_R1 = (s_M[:r, None] / scale).sqrt()
+    # laid out as the trained pair is, so that the products of both are the same kernels
+    return (root_R1 * v_MI[:r]).contiguous(), (root_R1 * u_OM.T[:r]).contiguous().T

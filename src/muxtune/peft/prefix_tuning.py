@@ -4,7 +4,8 @@ In every layer, each query of the task's sequences sees P learned keys and value
 
     attention(q, [prefix_k, k], [prefix_v, v])
 
-The sequence's own positions go on from P, and a sliding window counts the prefix as P positions, as in peft. Keys are
+The sequence's own positions go on from P, and a sliding window counts the prefix as P positions, as in peft: a query
+far into its sequence does not see the prefix there, and what lies a window before the sequence is never seen. Keys are
 learned as attention sees them, after rotary positions. All start normal(0, 1), peft's own start: a fresh prefix does
 change the function. The keys of a layer are one parameter and its values another; peft's one matrix is put together
 from them.

@@ -72,6 +72,7 @@ class ShiraModule(PlainModule):
     def backward_rows(
         self, x_tI: Tensor, saved: Tensor, grad_y_tO: Tensor, grad_x_tI: Tensor | None, keys: RowKeys | None
     ) -> None:
+        """See the head of this file."""
         grad_y_tO = grad_y_tO.to(self._dtype)
         rows_P, columns_P = self._places_2P
         self._grad_P += torch.mm(grad_y_tO.T, x_tI.to(self._dtype))[rows_P, columns_P]

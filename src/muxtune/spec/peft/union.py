@@ -65,23 +65,23 @@ def read_peft(value: object) -> object:
     name = peft_family(given)
     if name not in PEFT_SPECS:
         raise _refused_type(given)
-    settings = {str(key): item for key, item in value.items()}
-    return PEFT_SPECS[name](**_expanded(given.lower(), settings), type=name)
+    settings = {str(key): item for key, item in value.items() if key != "type"}
+    if given.lower() in _SHORT_NAMES:
+        return _expanded(given.lower(), settings)
+    return PEFT_SPECS[name](**settings)
 
 
-def _expanded(given: str, settings: Mapping[str, object]) -> dict[str, object]:
-    """The settings without `type`, with what a short name stands for. Raises ConfigError where they contradict it."""
-    rest = {key: item for key, item in settings.items() if key != "type"}
-    if given not in _SHORT_NAMES:
-        return rest
-    family, key, meant = _SHORT_NAMES[given]
-    if key in rest and str(rest[key]).lower() != str(meant).lower():
+def _expanded(short: str, settings: Mapping[str, object]) -> PeftBase:
+    """The spec that a short name stands for. Raises ConfigError where the settings contradict it."""
+    family, key, meant = _SHORT_NAMES[short]
+    spec = PEFT_SPECS[family](**{**settings, key: meant})
+    if key in settings and PEFT_SPECS[family](**settings) != spec:
         raise ConfigError(
-            f"{clip(rest[key])} contradicts type {given}",
+            f"{clip(settings[key])} contradicts type {short}",
             where=key,
             hint=f"leave it out, or say type: {family}",
         )
-    return {**rest, key: meant}
+    return spec
 
 
 def _refused_type(given: str) -> ConfigError:

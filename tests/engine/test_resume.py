@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from muxtune.engine.engine import Engine
 from muxtune.spec.event import TaskEvent
 from muxtune.spec.run import RunSpec
+from tests.engine.build import Trial, attach, backbone_of, outcome
 from tests.engine.runs import (
     JOBS,
     STEPS,
@@ -216,3 +219,20 @@ def test_losses_are_those_of_the_adapter_it_goes_on_from(make: Make, data: Path,
 def test_jobs_are_not_the_same(undisturbed: Path) -> None:
     """Different jobs come to different bits, or the comparisons above are of nothing."""
     assert len({tuple(sorted(bits(undisturbed / name).items())) for name in JOBS}) == len(JOBS)
+
+
+def test_an_infinite_gradient_is_never_applied() -> None:
+    """The loss was finite; neither weights nor moments take a trace of the step."""
+    engine = Engine(backbone_of(layers=1))
+    task = attach(engine, Trial("a", lengths=[9, 7], batch=2))
+    engine.forward_backward({task: task.data.train})
+    assert engine.optim_step(task).error is None
+    before = outcome(task, [])
+    engine.forward_backward({task: task.data.train})
+    task.adapter.parameters.gradient[3] = float("inf")
+    refused = engine.optim_step(task)
+    assert (refused.error or "").startswith("non_finite_gradient: ") and refused.step == task.step == 1
+    after = outcome(task, [])
+    assert torch.equal(after.values, before.values)
+    assert all(torch.equal(after.moments[name], before.moments[name]) for name in before.moments)
+    assert not task.adapter.parameters.gradient.any(), "the next step starts from nothing"

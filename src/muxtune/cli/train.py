@@ -55,7 +55,8 @@ def train(
         from muxtune.cli.dry_run import print_dry_run
 
         raise typer.Exit(print_dry_run(training, as_json=as_json))
-    raise typer.Exit(_train(training, [config, *(f"--set={one}" for one in sets or ())]))
+    again = [config, *(f"--set={one}" for one in sets or ()), *(["--keep-going"] if keep_going else [])]
+    raise typer.Exit(_train(training, again))
 
 
 def _train(training: TrainingRun, arguments: Sequence[str]) -> int:

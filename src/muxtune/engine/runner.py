@@ -54,7 +54,6 @@ class Runner:
         self._sampler = sampler
         self._clock = clock
         self._saved_at = {name: clock() for name in engine.tasks}
-        self.rounds: list[RoundRecord] = []
         self.interrupted = False
 
     def run(self) -> Iterator[RunEvent]:
@@ -89,7 +88,6 @@ class Runner:
         return [task for task in self._engine.tasks.values() if task.runnable]
 
     def _after(self, record: RoundRecord) -> Iterator[RunEvent]:
-        self.rounds.append(record)
         # Whoever hears an event may detach, pause or cancel tasks: what is due is asked of those still in the run.
         outcomes = [
             (self._engine.tasks[step.task], step) for step in (action.step for action in record.actions) if step
@@ -120,7 +118,6 @@ class Runner:
             return
         schedule = self._engine.schedule([task.validation_participant() for task in tasks], "eval")
         record = self._engine.execute(schedule)
-        self.rounds.append(record)
         for task in tasks:
             own = [item for action in record.actions for item in action.items if item.task == task.name]
             yield eval_result(task, own)

@@ -14,10 +14,12 @@ from muxtune.engine.admission import Admission, admit, size_text
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS
 from muxtune.errors import AdapterError
 from muxtune.models.memory import Footprint
+from muxtune.spec.peft import Place
 from tests.engine.runs import job, write_data
 
 ROW, HEAD, WEIGHTS, PROCESS = 1000, 50_000, 2_000_000, 3_000_000
-MODEL = Footprint(WEIGHTS, ROW, 0, HEAD, 0, 0, {"model.layers.0.self_attn.q_proj": (100, 100)})
+Q_PROJ = Place("model.layers.0.self_attn.q_proj", "linear", frozenset({"q"}), 0, 100, 100)
+MODEL = Footprint(WEIGHTS, ROW, 0, HEAD, 0, 0, (Q_PROJ,))
 ADAPTER = {"peft": {"r": 1, "target_modules": ["q_proj"]}}
 STATE = 16 * (100 + 100)
 

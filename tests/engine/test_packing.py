@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.packing import pack
+from muxtune.peft.base import Adapter
+from muxtune.peft.parameters import FlatParameters
 from muxtune.plan.types import LossSpec, MicroBatch, SequenceRef, WorkItem
 
 CPU = torch.device("cpu")
@@ -27,6 +31,10 @@ def _sources(draw: st.DrawFn) -> list[list[TokenSequence]]:
             made.append(TokenSequence(draw(st.integers(0, 10**9)), ids, mask))
         tasks.append(made)
     return tasks
+
+
+# Packing asks an adapter for the rows it puts before its sequences; these have none.
+ADAPTERS = defaultdict(lambda: Adapter({}, FlatParameters({}, torch.float32, CPU)))
 
 
 def _batch(tasks: list[list[TokenSequence]], kind: str = "train") -> MicroBatch:
@@ -49,7 +57,7 @@ def _batch(tasks: list[list[TokenSequence]], kind: str = "train") -> MicroBatch:
 @given(_sources())
 def test_rows_positions_targets_and_weights_are_those_of_the_sequences(tasks: list[list[TokenSequence]]) -> None:
     sources = {f"source-{number}": task for number, task in enumerate(tasks)}
-    packed = pack(_batch(tasks), sources, CPU, torch.float64)
+    packed = pack(_batch(tasks), sources, ADAPTERS, CPU, torch.float64)
     row, trained = 0, []
     for number, task in enumerate(tasks):
         laid = packed.items[number]
@@ -77,5 +85,5 @@ def test_rows_positions_targets_and_weights_are_those_of_the_sequences(tasks: li
 
 def test_a_forward_batch_has_no_weights() -> None:
     tasks = [[TokenSequence(0, np.arange(5, dtype=np.int32), np.array([False, True, False, True, True]))]]
-    packed = pack(_batch(tasks, "eval"), {"source-0": tasks[0]}, CPU, torch.float32)
+    packed = pack(_batch(tasks, "eval"), {"source-0": tasks[0]}, ADAPTERS, CPU, torch.float32)
     assert packed.weight_N is None and packed.predict_N.tolist() == [0, 2, 3] and packed.target_N.tolist() == [1, 3, 4]

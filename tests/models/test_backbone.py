@@ -126,7 +126,7 @@ def test_a_linear_has_the_same_bits_hooked_and_not(arch: str, dtype: torch.dtype
 
 def test_a_hook_gets_the_rows_and_answers_the_output() -> None:
     slot, module = PassSlot(), nn.Linear(6, 4)
-    op = LinearOp("some.linear", module, slot)
+    op = LinearOp("some.linear", module, slot, roles=frozenset(), layer=0)
     seen: list[Tensor] = []
 
     def hook(base: LinearOp, x_TI: Tensor) -> Tensor:

@@ -66,9 +66,8 @@ def test_weights_and_attach_points_are_exact(arch: str, tmp_path: Path) -> None:
     backbone = Backbone(tiny_model(arch))
     found = footprint(tiny_folder(tmp_path, arch), torch.bfloat16)
     assert found.weights_bytes == 2 * sum(parameter.numel() for parameter in backbone.model.parameters())
-    assert found.attach_points == {
-        name: (op.in_features, op.out_features) for name, op in backbone.attach_points.items()
-    }
+    assert found.places == backbone.places
+    assert found.linears == {name: (op.in_features, op.out_features) for name, op in backbone.attach_points.items()}
     assert found.layer_weights == sum(op.weight.numel() for op in backbone.attach_points.values())
 
 

@@ -64,10 +64,12 @@ def train_linears(model: PreTrainedModel, task: LinearTask) -> LinearResult:
         for name, module in lora_modules(tuned).items():
             drop = _InjectedDropout(name, task.peft.lora_dropout, task.dropout_mask, layout)
             module.train().lora_dropout[ADAPTER] = drop  # which peft's DoRA asks in training alone
-    return _steps(tuned, task, trained, layout)
+    return train_steps(tuned, task, layout)
 
 
-def _steps(tuned: PeftModel, task: LinearTask, trained: dict[str, nn.Parameter], layout: _Layout) -> LinearResult:
+def train_steps(tuned: PeftModel, task: LinearTask, layout: _Layout | None = None) -> LinearResult:
+    """Train peft's model in place, from where it stands, on the task's batches."""
+    layout, trained = layout or _Layout(), named_parameters(tuned)
     parameters = list(trained.values())
     optimizer = torch.optim.AdamW(parameters, lr=task.learning_rate, weight_decay=task.weight_decay)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=len(task.batches))

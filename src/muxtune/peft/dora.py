@@ -38,14 +38,13 @@ class DoraModule(LowRankModule):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make n anew. The norm of a row of zeros is the smallest number, since 0 / 0 would be none."""
+        """Make n anew."""
         a_RI, b_OR, _ = self.parameters
         mixed_OR = torch.mm(self._op.weight_OI.to(self._dtype), a_RI.T)
         own_OR = torch.mm(b_OR, torch.mm(a_RI, a_RI.T))
         cross_O = (torch.add(2 * mixed_OR, own_OR, alpha=self._scale) * b_OR).sum(1)
         squares_O = torch.add(self._weight_squares_O, cross_O, alpha=self._scale)
-        tiny = torch.finfo(self._dtype).tiny
-        self.norm_O.copy_(squares_O.clamp_min(0).sqrt().clamp_min(tiny))
+        self.norm_O.copy_(lengths(squares_O))
 
     def forward_plain(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
         *_, magnitude_O = self.parameters
@@ -96,3 +95,15 @@ class DoraAdapter(LowRankAdapter):
         """The norms of the adapted rows, from the parameters as they are now."""
         for module in self._own.values():
             module.refresh()
+
+
+def merged(weight_OI: Tensor, lora_a_RI: Tensor, lora_b_OR: Tensor, magnitude_O: Tensor, scale: float) -> Tensor:
+    """m / n * (W + s B A), in the weight's precision."""
+    moved_OI = torch.addmm(weight_OI, lora_b_OR.to(weight_OI), lora_a_RI.to(weight_OI), alpha=scale)
+    norm_O = lengths(moved_OI.square().sum(1))
+    return moved_OI * (magnitude_O.to(norm_O) / norm_O)[:, None]
+
+
+def lengths(squares_O: Tensor) -> Tensor:
+    """Norms of rows from their squares. That of a row of zeros is the smallest number, since 0 / 0 would be none."""
+    return squares_O.clamp_min(0).sqrt().clamp_min(torch.finfo(squares_O.dtype).tiny)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from muxtune.peft import dora
 from muxtune.peft.base import Adapter, BackboneView
 from muxtune.peft.convert import PeftPayload
 from muxtune.peft.dora import DoraAdapter
@@ -76,11 +77,9 @@ class LoraType:
 
 
 def _moved(a_RI: Tensor, b_OR: Tensor, scale: float, magnitude_O: Tensor | None, weight_OI: Tensor) -> Tensor:
-    moved_OI = torch.addmm(weight_OI, b_OR.to(weight_OI), a_RI.to(weight_OI), alpha=scale)
-    if magnitude_O is None:
-        return moved_OI
-    norm_O: Tensor = torch.linalg.vector_norm(moved_OI, dim=1).clamp_min(torch.finfo(moved_OI.dtype).tiny)
-    return moved_OI * (magnitude_O.to(norm_O) / norm_O)[:, None]
+    if magnitude_O is not None:
+        return dora.merged(weight_OI, a_RI, b_OR, magnitude_O, scale)
+    return torch.addmm(weight_OI, b_OR.to(weight_OI), a_RI.to(weight_OI), alpha=scale)
 
 
 def _spec(loaded: LoadedLora) -> Lora:

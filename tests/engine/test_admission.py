@@ -83,7 +83,7 @@ def test_not_even_the_adapters_fit(prepared: dict[str, PreparedJob]) -> None:
 
 
 def test_targets_that_match_nothing_are_refused_before_a_weight_is_loaded(prepared: dict[str, PreparedJob]) -> None:
-    other = Footprint(WEIGHTS, ROW, 0, HEAD, 0, 0, {"model.layers.0.mlp.fc1": (100, 100)})
+    other = Footprint(WEIGHTS, ROW, 0, HEAD, 0, 0, (Q_PROJ._replace(name="model.layers.0.mlp.fc1"),))
     found = admit([prepared["sql"]], other, dtype=torch.float32, limit_bytes=10**9, process_bytes=0)
     ((_, error),) = found.refused
     assert isinstance(error, AdapterError) and "'q_proj'" in error.message

@@ -66,8 +66,8 @@ def test_rows_positions_targets_and_weights_are_those_of_the_sequences(tasks: li
         assert names == [(sequence.index, position) for sequence in task for position in range(len(sequence))]
         for sequence in task:
             rows = slice(row, row + len(sequence))
-            assert packed.ids_T[rows].tolist() == sequence.ids.tolist()
-            assert packed.positions_T[rows].tolist() == list(range(len(sequence)))
+            assert packed.rows.ids_T[rows].tolist() == sequence.ids.tolist()
+            assert packed.rows.positions_T[rows].tolist() == list(range(len(sequence)))
             trained += [
                 (row + place - 1, int(sequence.ids[place]), 1 / (number + 3))
                 for place in range(len(sequence))
@@ -78,9 +78,9 @@ def test_rows_positions_targets_and_weights_are_those_of_the_sequences(tasks: li
     assert packed.weight_N is not None
     found = zip(packed.predict_N.tolist(), packed.target_N.tolist(), packed.weight_N.tolist(), strict=True)
     assert list(found) == trained
-    assert len(packed.ids_T) == row + -row % 16 == len(packed.positions_T)
+    assert len(packed.rows.ids_T) == row + -row % 16 == len(packed.rows.positions_T)
     lengths = [len(sequence) for task in tasks for sequence in task]
-    assert [segment.rows for segment in packed.segments] == lengths + ([-row % 16] if row % 16 else [])
+    assert [segment.rows for segment in packed.rows.segments] == lengths + ([-row % 16] if row % 16 else [])
 
 
 def test_a_forward_batch_has_no_weights() -> None:

@@ -96,7 +96,7 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSiz
     unknown = job.peft.unmatched(model.places)
     if unknown or not parameters:
         raise AdapterError(
-            f"its peft names nothing in the base model: {', '.join(unknown) or job.peft.type}",
+            f"its peft names nothing in the base model: {', '.join(map(repr, unknown)) or job.peft.type}",
             where=f"jobs.{job.name}.peft",
         )
     wide = torch.promote_types(dtype, torch.float32).itemsize // 4

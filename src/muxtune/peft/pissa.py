@@ -46,6 +46,7 @@ class PissaModule(LoraModule):
         self._start_a_RI, self._start_b_OR = start_a_RI, start_b_OR
 
     def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
+        """See `AdditiveModule`: LoRA's, less what the pair began as."""
         down_tR = torch.mm(self._inputs(x_tI, keys), self._a_IR)
         # Two products of the same shapes and then their difference: at the start that is zero to the bit.
         delta_tO = torch.mm(down_tR, self._b_RO)

@@ -9,9 +9,9 @@ seed and the attach point's name. They start at zero. The places never change an
     gradient           (dy^T x)[places]   the dense product, of which P numbers are kept
 
 A dense S would cost a copy of the backbone per task, so it never exists; the dense product of the gradient lives for
-one attach point at a time. Measured on a CPU (576 x 576 and 576 x 1536, 512 rows, r = 8: 2-3 % of the places): the
-sparse products take a third of the dense ones' time, but gathering the gradient place by place takes two to three times
-as long as the dense product. At r = 32 the two come out even.
+one attach point at a time. Measured (docs/log.md): at r = 8 the sparse products take a quarter of the dense ones' time,
+at r = 32 half of it or more; gathering the gradient place by place takes two to three times as long as the dense
+product.
 
 The folder is peft's SHIRA: `MODULE.shira_weight` [P] and `MODULE.shira_indices` [2, P] (row, column of [O, I]). peft
 itself adapts nn.Linear layers only; a folder of a GPT-2 says `fan_in_fan_out` and is for this program.

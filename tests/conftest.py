@@ -7,8 +7,8 @@ import os
 # Before torch or transformers is imported anywhere: both read these once. Tests of packages without torch stay fast,
 # because nothing here imports it until a fixture asks.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# Threads that wait sleep instead of spinning: where another process takes a core, spinning ones make tiny products 10 to
-# 20 times slower.
+# Threads that wait sleep instead of spinning: where another process takes a core, spinning ones make tiny products ten
+# to twenty times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -29,8 +29,6 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from muxtune.models.kv_cache import KVCache
-
 ATTENTION_NAME = "muxtune_packed"
 
 
@@ -39,6 +37,15 @@ class Span(Protocol):
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """[1, G, P, K] each."""
+        ...
+
+
+class KeyValueStore(Protocol):
+    """Keys and values of sequences whose rows come in several passes: for decoding `muxtune.models.kv_cache`, for
+    training `muxtune.models.kv_carry`."""
+
+    def extend(self, layer: int, slot: int, key_1GSK: Tensor, value_1GSK: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep S positions; all N positions that their queries may see, [1, G, N, K] each."""
         ...
 
 
@@ -60,7 +67,7 @@ class AttentionContext:
     """What attention needs to know of one pass. `calls` counts per layer, for the support probe."""
 
     segments: Sequence[Segment]
-    cache: KVCache | None = None
+    cache: KeyValueStore | None = None
     calls: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

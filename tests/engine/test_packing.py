@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxtune.data.types import TokenSequence
+from muxtune.engine.cut import CutSequences
 from muxtune.engine.packing import pack
 from muxtune.peft.base import Adapter
 from muxtune.peft.parameters import FlatParameters
@@ -57,7 +58,7 @@ def _batch(tasks: list[list[TokenSequence]], kind: str = "train") -> MicroBatch:
 @given(_sources())
 def test_rows_positions_targets_and_weights_are_those_of_the_sequences(tasks: list[list[TokenSequence]]) -> None:
     sources = {f"source-{number}": task for number, task in enumerate(tasks)}
-    packed = pack(_batch(tasks), sources, ADAPTERS, CPU, torch.float64)
+    packed = pack(_batch(tasks), sources, ADAPTERS, CutSequences(), CPU, torch.float64)
     row, trained = 0, []
     for number, task in enumerate(tasks):
         laid = packed.items[number]
@@ -85,5 +86,5 @@ def test_rows_positions_targets_and_weights_are_those_of_the_sequences(tasks: li
 
 def test_a_forward_batch_has_no_weights() -> None:
     tasks = [[TokenSequence(0, np.arange(5, dtype=np.int32), np.array([False, True, False, True, True]))]]
-    packed = pack(_batch(tasks, "eval"), {"source-0": tasks[0]}, ADAPTERS, CPU, torch.float32)
+    packed = pack(_batch(tasks, "eval"), {"source-0": tasks[0]}, ADAPTERS, CutSequences(), CPU, torch.float32)
     assert packed.weight_N is None and packed.predict_N.tolist() == [0, 2, 3] and packed.target_N.tolist() == [1, 3, 4]

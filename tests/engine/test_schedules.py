@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from muxtune.engine.engine import Engine
 from muxtune.models.backbone import Backbone
-from muxtune.plan.align import split_chunks
+from muxtune.plan.align import align
 from muxtune.plan.legal import require_legal
+from muxtune.plan.round import Participant
 from muxtune.plan.types import Action, LossSpec, MicroBatch, OptimStep, RoundSchedule, WorkItem
 from tests.engine.build import Trained, Trial, assert_same_bits, attach, backbone_of, train
 
@@ -34,7 +35,7 @@ def _sequentially() -> dict[str, Trained]:
 @st.composite
 def _schedules(draw: st.DrawFn) -> list[list[str]]:
     """Micro-batches as lists of task names: each task as often as it has chunks, in any company and any order."""
-    left = {trial.name: len(split_chunks(trial.lengths, trial.chunk_tokens or 0)) for trial in TRIALS}
+    left = {trial.name: len(align(trial.lengths, trial.chunk_tokens or 0)) for trial in TRIALS}
     batches: list[list[str]] = []
     while any(left.values()):
         waiting = [name for name, chunks in left.items() if chunks]
@@ -45,19 +46,30 @@ def _schedules(draw: st.DrawFn) -> list[list[str]]:
     return batches
 
 
+def _items(participant: Participant) -> list[WorkItem]:
+    loss = LossSpec(participant.denominator)
+    return [
+        WorkItem(participant.task, "carry", participant.source, chunk)
+        if number in participant.carried
+        else WorkItem(participant.task, "train", participant.source, chunk, loss)
+        for number, chunk in enumerate(participant.chunks)
+    ]
+
+
 @given(_schedules(), st.data())
 @settings(max_examples=15, deadline=None)
 def test_any_legal_schedule_gives_the_bits_of_the_sequential_one(batches: list[list[str]], data: st.DataObject) -> None:
     engine = Engine(_backbone())
     tasks = {trial.name: attach(engine, trial) for trial in TRIALS}
-    chunks = {name: list(task.participant().chunks) for name, task in tasks.items()}
-    denominators = {name: LossSpec(task.participant().denominator) for name, task in tasks.items()}
+    waiting = {name: _items(task.participant()) for name, task in tasks.items()}
     actions: list[Action] = []
     due: list[str] = []
-    for number, names in enumerate(batches):
-        items = [WorkItem(name, "train", f"{name}/train", chunks[name].pop(0), denominators[name]) for name in names]
-        actions.append(MicroBatch(0, number, tuple(items)))
-        due += [name for name in names if not chunks[name]]
+    for names in batches:
+        items = [waiting[name].pop(0) for name in names]
+        for kind in ("carry", "train"):  # a pass trains or it does not
+            if own := tuple(item for item in items if item.kind == kind):
+                actions.append(MicroBatch(0, len(actions), own))
+        due += [name for name in names if not waiting[name]]
         while due and data.draw(st.booleans()):  # a step may come at once or as late as one likes
             actions.append(OptimStep(due.pop()))
     schedule = RoundSchedule(1, (*actions, *map(OptimStep, due)))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.executor import Executor, Source
+from muxtune.engine.outcomes import merged
 from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
@@ -132,13 +133,18 @@ class Engine:
 
     def _drive(self, batches: Mapping[Task | str, Sequence[TokenSequence]], kind: WorkKind) -> dict[str, ItemOutcome]:
         participants: list[Participant] = []
+        inboxes: dict[str, Sequence[TokenSequence]] = {}
         for key, sequences in batches.items():
             task = self.task(key)
+            inboxes[task.name] = sequences
             self._check_tokens(task.job, sequences)
             source = f"{task.name}/inbox"
             self.sources[source] = sequences
             indices = range(len(sequences))
-            participants.append(participant_of(task.job, source, sequences, indices, task.chunk_tokens))
+            forward = kind != "train"
+            participants.append(
+                participant_of(task.job, source, sequences, indices, task.chunk_tokens, forward=forward)
+            )
         schedule = derive_round(0, participants, policy=self.policy, fuse_tokens=self._fuse_tokens, kind=kind)
         passes = tuple(action for action in schedule.actions if not isinstance(action, OptimStep))
         try:
@@ -146,11 +152,7 @@ class Engine:
         finally:
             for participant in participants:
                 del self.sources[participant.source]
-        merged: dict[str, ItemOutcome] = {}
-        for outcome in (item for action in record.actions for item in action.items):
-            assert outcome.task is not None
-            merged[outcome.task] = _merge(merged.get(outcome.task), outcome)
-        return merged
+        return {task: merged(record, task, inbox) for task, inbox in inboxes.items()}
 
     def _check_tokens(self, job: JobSpec, sequences: Sequence[TokenSequence]) -> None:
         """An id outside the vocabulary, or a position outside the model's, would fail inside the fused pass."""
@@ -168,18 +170,3 @@ class Engine:
                     where=name,
                     hint="set max_length",
                 )
-
-
-def _merge(first: ItemOutcome | None, second: ItemOutcome) -> ItemOutcome:
-    if first is None:
-        return second
-    joined = (first.logprobs or ()) + (second.logprobs or ())
-    return ItemOutcome(
-        second.task,
-        second.kind,
-        first.loss_sum + second.loss_sum,
-        first.tokens + second.tokens,
-        first.correct + second.correct,
-        first.input_tokens + second.input_tokens,
-        joined if second.logprobs is not None else None,
-    )

@@ -2,7 +2,8 @@
 
 `execute` does exactly what a `RoundSchedule` says, action by action, and answers with a `RoundRecord` in the same
 vocabulary. A train micro-batch is one forward and one backward pass of the backbone over the rows of all its items; a
-forward-only one (eval, reference) keeps no graph; a decode one feeds new tokens to the sequences of a `DecodeSource`.
+forward-only one (eval, reference, carry) keeps no graph; a decode one feeds new tokens to the sequences of a
+`DecodeSource`. Pieces of cut sequences find the keys and values of what went before them in `CutSequences`.
 
 The boundary: it knows tasks by name, and sequences by (source, index). It owns no order, no policy and no clock but the
 one it times actions with.
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from muxtune.data.types import TokenSequence
+from muxtune.engine.cut import CutSequences
 from muxtune.engine.decode import DecodeSource, run_decode
 from muxtune.engine.packing import ItemRows, PackedBatch, pack
 from muxtune.engine.task import Task
@@ -44,6 +46,7 @@ class Executor:
         self._tasks = tasks
         self._sources = sources
         self._plain = plain
+        self._cut = CutSequences()
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run every action in order.
@@ -59,6 +62,8 @@ class Executor:
                 if task is not None:
                     self._tasks[task].drop_pending()
             raise
+        finally:
+            self._cut.drop()
 
     def _run(self, schedule: RoundSchedule) -> RoundRecord:
         began = time.perf_counter()
@@ -90,8 +95,8 @@ class Executor:
             raise StateError(f"no such source of sequences to {item.kind}", where=item.source)
         for ref in item.sequences:
             held = _tokens_of(source, ref.index)
-            if held != ref.length:
-                raise StateError(f"sequence {ref.index} has {held} tokens, not {ref.length}", where=item.source)
+            if held != ref.whole:
+                raise StateError(f"sequence {ref.index} has {held} tokens, not {ref.whole}", where=item.source)
 
     def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
         if all(item.kind == "decode" for item in batch.items):
@@ -102,8 +107,10 @@ class Executor:
             if not isinstance(source := self._sources[item.source], DecodeSource)
         }
         adapters = {item.task: self._tasks[item.task].adapter for item in batch.items if item.task is not None}
-        packed = pack(batch, sources, adapters, self._backbone.device, self._precision)
+        packed = pack(batch, sources, adapters, self._cut, self._backbone.device, self._precision)
         losses = self._train(packed) if batch.trains else self._forward(packed)
+        for item in batch.items:
+            self._cut.ran(item)
         outcomes = tuple(_outcomes(packed, losses))
         for outcome in outcomes:
             if outcome.kind == "train" and outcome.task is not None:
@@ -133,7 +140,9 @@ class Executor:
             if rows.item.task is not None
         ]
         rows = packed.rows
-        current = Pass(AttentionContext(rows.segments), hooks(dispatches, plain=self._plain), rows.given)
+        current = Pass(
+            AttentionContext(rows.segments, self._cut.carry), hooks(dispatches, plain=self._plain), rows.given
+        )
         return self._backbone.hidden(rows.ids_T, rows.positions_T, current)[packed.predict_N]
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
@@ -143,7 +152,7 @@ class Executor:
     def _keys(self, rows: ItemRows) -> RowKeys | None:
         assert rows.item.task is not None
         task = self._tasks[rows.item.task]
-        if rows.item.kind != "train" or not task.adapter.stochastic:
+        if rows.item.kind not in ("train", "carry") or not task.adapter.stochastic:
             return None
         return row_keys(task.job.seed, task.step, rows.example_t, rows.position_t, self._backbone.device)
 
@@ -164,6 +173,8 @@ def _outcomes(packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:
     logprob_N, correct_N = losses.logprob_N.double().cpu().numpy(), losses.correct_N.cpu().numpy()
     outcomes = []
     for rows in packed.items:
+        if rows.item.kind == "carry":
+            continue  # it comes to nothing by itself: its tokens are counted when they train
         own = slice(rows.first, rows.last)
         logprobs = tuple(logprob_N[own].tolist()) if rows.item.kind == "reference" else None
         outcomes.append(

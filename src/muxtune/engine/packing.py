@@ -1,8 +1,8 @@
 """From a micro-batch (names and indices) to the packed rows a pass of the backbone runs on.
 
 Items lie one after another, each item's sequences one after another (`muxtune.engine.layout`). A trained token is
-predicted by the row before it, so row i is gathered where token i + 1 is a target. Rows that an adapter puts before a
-sequence are nobody's target.
+predicted by the row before it, so row i is gathered where token i + 1 is a target - of a cut sequence too, where that
+token may begin the next piece. Rows that an adapter puts before a sequence are nobody's target.
 
 Legend: T packed rows (padding included), t rows of an item, N trained positions.
 """
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from muxtune.data.types import TokenSequence
+from muxtune.engine.cut import CutSequences
 from muxtune.engine.layout import LaidRows, Layout
 from muxtune.peft.base import Adapter
-from muxtune.plan.types import MicroBatch, WorkItem
+from muxtune.plan.types import MicroBatch, SequenceRef, WorkItem
 
 Sources = Mapping[str, Sequence[TokenSequence]]
 
@@ -51,32 +52,61 @@ class PackedBatch:
 
 
 def pack(
-    batch: MicroBatch, sources: Sources, adapters: Mapping[str, Adapter], device: torch.device, dtype: torch.dtype
+    batch: MicroBatch,
+    sources: Sources,
+    adapters: Mapping[str, Adapter],
+    cut: CutSequences,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> PackedBatch:
     """Resolve and lay out the sequences of `batch`; `adapters` are those of its tasks."""
     layout = Layout()
     laid: list[ItemRows] = []
-    predict: list[npt.NDArray[np.int64]] = []
+    targets = _Targets([], [])
     gathered = 0
     for item in batch.items:
         adapter = adapters[item.task] if item.task is not None else None
+        lead = adapter.lead if adapter is not None else 0
         sequences = [sources[item.source][ref.index] for ref in item.sequences]
         start, first = layout.rows, gathered
-        sizes = []
-        for sequence in sequences:
+        positions = []
+        for sequence, ref in zip(sequences, item.sequences, strict=True):
             before = layout.rows
-            row = layout.add(sequence.ids, adapter)
-            trained = np.flatnonzero(sequence.mask[1:])
-            predict.append(trained + row)
-            gathered += len(trained)
-            sizes.append(layout.rows - before)
-        example_t = np.repeat([sequence.index for sequence in sequences], sizes)
-        position_t = np.concatenate([np.arange(size) for size in sizes])
-        laid.append(ItemRows(item, start, layout.rows, first, gathered, example_t, position_t))
+            slot = cut.slot(item, ref, lead)
+            row = layout.add(sequence.ids[ref.start : ref.stop], adapter, cached=ref.start, cache_slot=slot)
+            if item.kind != "carry":
+                gathered += targets.add(sequence, ref, row)
+            size = layout.rows - before
+            # virtual rows are numbered with the tokens that follow them
+            offset = ref.start + (adapter.virtual_rows if adapter is not None and ref.start else 0)
+            positions.append(np.arange(offset, offset + size))
+        example_t = np.repeat([sequence.index for sequence in sequences], [len(own) for own in positions])
+        laid.append(ItemRows(item, start, layout.rows, first, gathered, example_t, np.concatenate(positions)))
     rows = layout.finish(device)
-    predict_N = torch.from_numpy(np.concatenate(predict)).to(device)
     weight_N = _weights(laid, device, dtype) if batch.trains else None
-    return PackedBatch(rows, tuple(laid), predict_N, rows.ids_T[predict_N + 1], weight_N)
+    predict_N, target_N = targets.finish(device)
+    return PackedBatch(rows, tuple(laid), predict_N, target_N, weight_N)
+
+
+@dataclass(slots=True)
+class _Targets:
+    """Rows that predict, and the tokens that they are to predict."""
+
+    predict: list[npt.NDArray[np.int64]]
+    target: list[npt.NDArray[np.int32]]
+
+    def add(self, sequence: TokenSequence, ref: SequenceRef, row: int) -> int:
+        """Those of a sequence or a piece whose first token lies at `row`; how many."""
+        trained = np.flatnonzero(sequence.mask[ref.start + 1 : ref.stop + 1])
+        self.predict.append(trained + row)
+        self.target.append(sequence.ids[ref.start + 1 + trained])
+        return len(trained)
+
+    def finish(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """[N] each."""
+        predict = np.concatenate([*self.predict, np.zeros(0, np.int64)])
+        target = np.concatenate([*self.target, np.zeros(0, np.int32)]).astype(np.int64)
+        return torch.from_numpy(predict).to(device), torch.from_numpy(target).to(device)
 
 
 def _weights(laid: Sequence[ItemRows], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from muxtune.data.types import TokenSequence
 from muxtune.engine.optim import FlatAdamW
 from muxtune.errors import StateError
 from muxtune.peft.base import Adapter
-from muxtune.plan.align import split_chunks
+from muxtune.plan.align import Piece, align
 from muxtune.plan.round import Participant
 from muxtune.plan.types import ItemOutcome, SequenceRef, StepOutcome
 from muxtune.spec.job import JobSpec
@@ -108,15 +108,13 @@ class Task:
         if not self.data.train:
             raise StateError("has no training data to run on", where=self.name, hint="attach it with datasets")
         indices = self.sampler.batch(self.step)
-        return self._participant(self.train_source, self.data.train, indices)
+        return participant_of(self.job, self.train_source, self.data.train, indices, self.chunk_tokens)
 
     def validation_participant(self) -> Participant:
         """The whole validation set, forward only."""
-        indices = list(range(len(self.data.validation)))
-        return self._participant(self.validation_source, self.data.validation, indices)
-
-    def _participant(self, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int]) -> Participant:
-        return participant_of(self.job, source, sequences, indices, self.chunk_tokens)
+        held_out = self.data.validation
+        indices = range(len(held_out))
+        return participant_of(self.job, self.validation_source, held_out, indices, self.chunk_tokens, forward=True)
 
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
@@ -160,16 +158,32 @@ class Task:
 
 
 def participant_of(
-    job: JobSpec, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int], chunk_tokens: int
+    job: JobSpec,
+    source: str,
+    sequences: Sequence[TokenSequence],
+    indices: Sequence[int],
+    chunk_tokens: int,
+    *,
+    forward: bool = False,
 ) -> Participant:
-    """Sequences `indices` of a source as chunks, with the denominator of them all. Virtual rows count as tokens do."""
+    """Sequences `indices` of a source as chunks, with the denominator of them all. Virtual rows count as tokens do.
+
+    `forward`: nothing of them is to train.
+    """
     chosen = [sequences[index] for index in indices]
     virtual = job.peft.virtual_rows
-    chunks = split_chunks([len(sequence) + virtual for sequence in chosen], chunk_tokens)
+    # the first piece of a cut sequence has a token of its own behind the virtual rows
+    chunks = align([len(sequence) + virtual for sequence in chosen], max(chunk_tokens, virtual + 1), forward=forward)
+
+    def reference(piece: Piece) -> SequenceRef:
+        start, stop, whole = max(0, piece.start - virtual), piece.stop - virtual, len(chosen[piece.place])
+        return SequenceRef(indices[piece.place], stop - start, start, whole if stop - start < whole else None)
+
     return Participant(
         job.name,
         source,
-        tuple(tuple(SequenceRef(indices[place], len(chosen[place])) for place in chunk) for chunk in chunks),
+        tuple(tuple(map(reference, chunk.pieces)) for chunk in chunks),
         int(np.sum([sequence.trained_tokens for sequence in chosen])) or 1,
         virtual,
+        frozenset(number for number, chunk in enumerate(chunks) if chunk.kind == "carry"),
     )

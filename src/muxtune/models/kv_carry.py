@@ -8,8 +8,9 @@ uncut sequence, cut at the keys and values, which are all that one position know
 
     order of passes for pieces 0..m-1:   forward 0, 1, .., m-2;  train m-1, m-2, .., 0
 
-`seek` says where in the sequence the next pass stands. A learned prefix comes with the first piece and is held like
-rows. Sums are kept in at least fp32.
+`seek` says where in the sequence the next pass stands. What is learned before a sequence (a prefix, virtual rows) comes
+with the first piece and is held like rows; the later pieces then owe it a gradient through their attention even where
+nothing else of them is trained (`learned`). Sums are kept in at least fp32.
 
 Cost: 2 keys-and-values of the sequence for itself and its gradient; one more forward pass of all pieces but the last.
 Nothing is copied to be read: a piece sees a view of the buffer.
@@ -28,9 +29,13 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Held:
-    """One sequence: `start` of the next pass; keys and values of each layer, and their gradients."""
+    """One sequence: `start` of the next pass; keys and values of each layer, and their gradients.
+
+    `anchor` is an argument of the node below only so that autograd knows that the output depends on trained values.
+    """
 
     positions: int
+    anchor: Tensor | None
     start: int = 0
     pairs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -42,10 +47,10 @@ class KVCarry:
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
 
-    def open(self, slot: int, positions: int) -> None:
-        """A sequence of L = `positions`."""
+    def open(self, slot: int, positions: int, *, learned: bool = False) -> None:
+        """A sequence of L = `positions`, of which the first are `learned` or not."""
         assert slot not in self._held, f"slot {slot} is open already"
-        self._held[slot] = _Held(positions)
+        self._held[slot] = _Held(positions, torch.zeros((), requires_grad=True) if learned else None)
 
     def close(self, slot: int) -> None:
         del self._held[slot]
@@ -75,13 +80,16 @@ class KVCarry:
         held = self._held[slot]
         if layer not in held.pairs:
             held.pairs[layer] = (_room(key_1GSK, held.positions), _room(value_1GSK, held.positions))
-        pair: tuple[Tensor, Tensor] = _Extend.apply(key_1GSK, value_1GSK, held, layer)  # type: ignore[no-untyped-call]
+        anchor = held.anchor if held.start else None
+        pair: tuple[Tensor, Tensor] = _Extend.apply(key_1GSK, value_1GSK, anchor, held, layer)  # type: ignore[no-untyped-call]
         return pair
 
 
 class _Extend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, key_1GSK: Tensor, value_1GSK: Tensor, held: _Held, layer: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, key_1GSK: Tensor, value_1GSK: Tensor, anchor: Tensor | None, held: _Held, layer: int
+    ) -> tuple[Tensor, Tensor]:
         start, stop = held.start, held.start + key_1GSK.shape[2]
         assert stop <= held.positions, "a piece beyond the end of its sequence"
         ctx.held, ctx.layer, ctx.start, ctx.stop = held, layer, start, stop
@@ -102,7 +110,7 @@ class _Extend(torch.autograd.Function):
             held.grads[ctx.layer] = (_nothing_owed(key, ctx.start), _nothing_owed(value, ctx.start))
         for kept, grad_1GNK in zip(held.grads.get(ctx.layer, ()), grads, strict=False):
             kept[:, :, : ctx.start] += grad_1GNK[:, :, : ctx.start]
-        return *own, None, None
+        return *own, None, None, None
 
 
 def _room(like_1GSK: Tensor, positions: int) -> Tensor:

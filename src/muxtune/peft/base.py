@@ -187,10 +187,14 @@ class Adapter:
     virtual_VE: Tensor | None = None
 
     @property
+    def virtual_rows(self) -> int:
+        """Learned rows before a sequence's own."""
+        return self.virtual_VE.shape[0] if self.virtual_VE is not None else 0
+
+    @property
     def lead(self) -> int:
         """Positions before a sequence's own first token."""
-        prefix = self.prefix.length if self.prefix is not None else 0
-        return prefix + (self.virtual_VE.shape[0] if self.virtual_VE is not None else 0)
+        return (self.prefix.length if self.prefix is not None else 0) + self.virtual_rows
 
     @property
     def layout(self) -> dict[str, tuple[torch.Size, torch.dtype]]:

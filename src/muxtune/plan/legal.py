@@ -2,37 +2,50 @@
 
 A micro-batch trains, or goes forward only (eval, reference), or decodes; it names a task at most once. A train item has
 a task and a denominator, the same in all of a task's items. An optimizer step has a gradient to apply and comes once,
-after the task's last train item. Whether tasks and sequences exist is for whoever holds them to say.
+after the task's last train item. The pieces of a cut sequence come in the one order in which each finds the keys and
+values that it sees, and then the gradients that it is owed. Whether tasks and sequences exist is for whoever holds them
+to say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from muxtune.errors import StateError
-from muxtune.plan.types import MicroBatch, OptimStep, RoundSchedule, WorkItem
+from muxtune.plan.types import MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem
 
-_PASS_OF = {"train": "train", "eval": "forward-only", "reference": "forward-only", "decode": "decode"}
+_PASS_OF = {
+    "train": "train",
+    "carry": "forward-only",
+    "eval": "forward-only",
+    "reference": "forward-only",
+    "decode": "decode",
+}
 
 
 def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> None:
     """Raises StateError for the first rule broken. `pending`: tasks that have a gradient from earlier schedules."""
     denominators: dict[str, int] = {}
     with_gradient, stepped = set(pending), set[str]()
+    cuts = _Cuts({})
     for action in schedule.actions:
         if isinstance(action, OptimStep):
             _require(action.task in with_gradient, "has no gradient to apply", action.task)
+            cuts.require_done(action.task)
             with_gradient.remove(action.task)
             stepped.add(action.task)
             continue
         _require_one_pass(action)
         for item in action.items:
+            cuts.run(item)
             if item.kind == "train":
                 task, denominator = _trained(item)
                 _require(task not in stepped, "trains again after its optimizer step", task)
                 agreed = denominators.setdefault(task, denominator)
                 _require(denominator == agreed, "has two denominators for one optimizer step", task)
                 with_gradient.add(task)
+    cuts.require_done()
 
 
 def _require_one_pass(batch: MicroBatch) -> None:
@@ -60,3 +73,47 @@ def _trained(item: WorkItem) -> tuple[str, int]:
 def _require(legal: bool, message: str, where: str | None = None) -> None:
     if not legal:
         raise StateError(message, where=where, hint="mend the schedule; nothing of it has run")
+
+
+@dataclass(slots=True)
+class _Cut:
+    """A cut sequence under way: `held` tokens have gone forward, those before `owing` have still to train."""
+
+    held: int
+    owing: int
+
+
+@dataclass(slots=True)
+class _Cuts:
+    """Those under way, by task, source and index."""
+
+    open: dict[tuple[str | None, str, int], _Cut]
+
+    def run(self, item: WorkItem) -> None:
+        for ref in item.sequences:
+            if ref.cut:
+                _require(item.kind != "decode", "a decode has no pieces", item.source)
+                self._run(item, ref)
+            else:
+                _require(ref.start == 0, "a piece that does not say of what", item.source)
+                _require(item.kind != "carry", "only a cut sequence is carried", item.source)
+
+    def _run(self, item: WorkItem, ref: SequenceRef) -> None:
+        key, where = (item.task, item.source, ref.index), f"{item.source}[{ref.index}]"
+        _require(ref.start >= 0 and ref.stop <= ref.whole, "a piece beyond its sequence", where)
+        cut = self.open.setdefault(key, _Cut(0, ref.whole))
+        if item.kind == "train":
+            _require(ref.start <= cut.held, "a piece trains before those that it sees have gone forward", where)
+            _require(ref.stop == cut.owing, "pieces train from the last to the first", where)
+            cut.owing = ref.start
+        else:
+            untouched = cut.owing == ref.whole
+            _require(untouched and ref.start == cut.held, "pieces go forward from the first to the last", where)
+            cut.held = ref.stop
+        if cut.owing == 0 or (item.kind not in ("train", "carry") and cut.held == ref.whole):
+            del self.open[key]
+
+    def require_done(self, task: str | None = None) -> None:
+        """Of one task, or of all."""
+        for owner, source, index in self.open:
+            _require(task is not None and task != owner, "a cut sequence is not done", f"{source}[{index}]")

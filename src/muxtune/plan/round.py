@@ -2,13 +2,14 @@
 
 `fuse-all` fuses participants in space while their largest chunks together stay within `fuse_tokens` - the memory that
 one pass may take - and begins another hTask where they would not; hTasks run one after another. `sequential` runs each
-participant alone. Micro-batch c of an hTask is the c-th chunk of every member that still has one. Each task is stepped
-as soon as its last chunk is done. Nothing here can change what a task computes: its chunks come ready-made.
+participant alone. Micro-batch c of an hTask is the c-th chunk of every member that still has one; but a pass trains or
+does not, so chunks that carry a cut sequence forward go first, without the others'. Each task is stepped as soon as its
+last chunk is done. Nothing here can change what a task computes: its chunks come ready-made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +22,8 @@ Policy = Literal["sequential", "fuse-all"]
 class Participant:
     """What one task brings to a round: its chunks, in order, of sequences of `source`.
 
-    `virtual_rows` are those that its adapter puts before each sequence.
+    `virtual_rows` are those that its adapter puts before each sequence. The chunks `carried` go forward only, whatever
+    the round is.
     """
 
     task: str | None
@@ -29,11 +31,15 @@ class Participant:
     chunks: tuple[tuple[SequenceRef, ...], ...]
     denominator: int = 1
     virtual_rows: int = 0
+    carried: frozenset[int] = frozenset()
 
     @property
     def widest(self) -> int:
         """Rows of the largest chunk."""
-        return max((sum(ref.length + self.virtual_rows for ref in chunk) for chunk in self.chunks), default=0)
+        return max((sum(self._rows(ref) for ref in chunk) for chunk in self.chunks), default=0)
+
+    def _rows(self, ref: SequenceRef) -> int:
+        return ref.length + (self.virtual_rows if ref.start == 0 else 0)
 
 
 def derive_round(
@@ -42,13 +48,24 @@ def derive_round(
     """One optimizer step of each participant (or, for a forward-only `kind`, one pass over its chunks)."""
     actions: list[Action] = []
     for htask, members in enumerate(fuse(participants, policy, fuse_tokens)):
-        for chunk in range(max(len(member.chunks) for member in members)):
-            running = [member for member in members if chunk < len(member.chunks)]
-            actions.append(MicroBatch(htask, chunk, tuple(_item(member, chunk, kind) for member in running)))
+        for number_in_htask, running in enumerate(_passes(members)):
+            items = tuple(_item(member, chunk, kind) for member, chunk in running)
+            actions.append(MicroBatch(htask, number_in_htask, items))
             if kind == "train":
-                done = [member for member in running if chunk == len(member.chunks) - 1]
+                done = [member for member, chunk in running if chunk == len(member.chunks) - 1]
                 actions.extend(OptimStep(member.task) for member in done if member.task is not None)
     return RoundSchedule(number, tuple(actions))
+
+
+def _passes(members: Sequence[Participant]) -> Iterator[list[tuple[Participant, int]]]:
+    """Who runs which of their chunks together, pass by pass."""
+    done = [0] * len(members)
+    while waiting := [place for place, member in enumerate(members) if done[place] < len(member.chunks)]:
+        carrying = [place for place in waiting if done[place] in members[place].carried]
+        running = carrying or waiting
+        yield [(members[place], done[place]) for place in running]
+        for place in running:
+            done[place] += 1
 
 
 def fuse(participants: Sequence[Participant], policy: Policy, fuse_tokens: int) -> list[list[Participant]]:
@@ -69,5 +86,7 @@ def fuse(participants: Sequence[Participant], policy: Policy, fuse_tokens: int) 
 
 
 def _item(member: Participant, chunk: int, kind: WorkKind) -> WorkItem:
+    if chunk in member.carried:
+        kind = "carry"
     loss = LossSpec(member.denominator) if kind == "train" else None
     return WorkItem(member.task, kind, member.source, member.chunks[chunk], loss)

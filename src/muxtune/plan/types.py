@@ -5,8 +5,13 @@ It holds names, indices and integers only: frozen, serialisable, printable witho
 (source, index); the engine resolves them in the sources registered with it. The executor does exactly what the
 schedule says and answers with a `RoundRecord` in the same vocabulary.
 
+A sequence may be cut into pieces, each in a pass of its own. To train, its pieces first go forward from the first on
+("carry": keys and values stay behind, nothing else; the last piece need not), and then train from the last to the
+first. An eval or reference goes through them once, from the first to the last.
+
 Legal schedules: the items of one `MicroBatch` either all train or all only go forward; a task has at most one item in
-a micro-batch; an `OptimStep` comes after the task's last train item; a task's items keep the task's own order.
+a micro-batch; an `OptimStep` comes after the task's last train item; a task's items keep the task's own order; a cut
+sequence is done when the schedule ends, and when its task steps.
 """
 
 from __future__ import annotations
@@ -14,15 +19,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WorkKind = Literal["train", "eval", "reference", "decode"]
+WorkKind = Literal["train", "carry", "eval", "reference", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRef:
-    """A sequence of `length` tokens: number `index` of its item's source."""
+    """Sequence number `index` of its item's source, `length` tokens of it.
+
+    All of it, or - where it is cut - the piece that begins with token `start` of `of`.
+    """
 
     index: int
     length: int
+    start: int = 0
+    of: int | None = None
+
+    @property
+    def cut(self) -> bool:
+        return self.of is not None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    @property
+    def whole(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.length if self.of is None else self.of
 
 
 @dataclass(frozen=True, slots=True)

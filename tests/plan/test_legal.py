@@ -1,0 +1,64 @@
+"""The order in which a cut sequence's pieces may run: each wrong one is refused, and named."""
+
+from __future__ import annotations
+
+import pytest
+
+from muxtune.errors import StateError
+from muxtune.plan.legal import require_legal
+from muxtune.plan.types import Action, LossSpec, MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem, WorkKind
+
+
+def _piece(kind: WorkKind, start: int, length: int = 4, *, of: int | None = 12, task: str = "one") -> MicroBatch:
+    loss = LossSpec(5) if kind == "train" else None
+    return MicroBatch(0, 0, (WorkItem(task, kind, f"{task}/data", (SequenceRef(3, length, start, of),), loss),))
+
+
+STEP = OptimStep("one")
+TRAINING: tuple[Action, ...] = (
+    _piece("carry", 0),
+    _piece("carry", 4),
+    _piece("train", 8),
+    _piece("train", 4),
+    _piece("train", 0),
+    STEP,
+)
+FORWARD: tuple[Action, ...] = (_piece("eval", 0), _piece("eval", 4), _piece("eval", 8))
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        TRAINING,
+        FORWARD,
+        (*TRAINING[:2], _piece("carry", 8), *TRAINING[2:]),  # the last piece may go forward too
+        (*TRAINING[:5], *TRAINING),  # twice in one step
+        (*FORWARD, *TRAINING, *FORWARD),
+    ],
+)
+def test_forward_and_then_back(actions: tuple[Action, ...]) -> None:
+    require_legal(RoundSchedule(1, actions))
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        (TRAINING[1:], "from the first to the last"),
+        ((TRAINING[0], *TRAINING[2:]), "before those that it sees"),
+        ((*TRAINING[:2], *TRAINING[3:]), "from the last to the first"),
+        ((*TRAINING[:3], TRAINING[4], TRAINING[3], STEP), "from the last to the first"),
+        (TRAINING[:4], "is not done"),
+        ((*TRAINING[:4], STEP, TRAINING[4]), "is not done"),
+        ((*TRAINING[:3], TRAINING[1], *TRAINING[3:]), "from the first to the last"),
+        (FORWARD[:2], "is not done"),
+        (FORWARD[1:], "from the first to the last"),
+        ((_piece("carry", 0, 13), *TRAINING), "beyond its sequence"),
+        ((_piece("carry", 0, of=None), *TRAINING), "only a cut sequence"),
+        ((_piece("train", 4, of=None), STEP), "does not say of what"),
+        ((_piece("decode", 0),), "no pieces"),
+        ((*TRAINING[:2], *(_piece("train", start, task="two") for start in (8, 4, 0)), *TRAINING[2:]), "it sees"),
+    ],
+)
+def test_nothing_else(actions: tuple[Action, ...], message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        require_legal(RoundSchedule(1, actions))

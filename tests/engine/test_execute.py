@@ -13,11 +13,14 @@ from muxtune.engine.decode import DecodeSource, DecodeState
 from muxtune.engine.engine import Engine
 from muxtune.engine.task import Sequences, Task
 from muxtune.errors import DataError, StateError
+from muxtune.models.backbone import Backbone
+from muxtune.plan.round import Policy
 from muxtune.plan.types import (
     Action,
     LossSpec,
     MicroBatch,
     OptimStep,
+    RoundRecord,
     RoundSchedule,
     SequenceRef,
     WorkItem,
@@ -66,6 +69,20 @@ def test_the_record_says_what_ran_in_the_schedules_own_words() -> None:
         assert (action.step.tokens, action.step.input_tokens) == (item.tokens, item.input_tokens)
     times = [time for action in record.actions for time in (action.start_s, action.end_s)]
     assert times == sorted(times) and times[-1] <= record.wall_s
+
+
+def test_padded_runs_as_many_rows_as_the_longest_of_all_sequences_asks_for() -> None:
+    backbone = backbone_of()
+    record = _round_of(backbone, "padded")
+    assert record.rows == 8 * 21 + 8 and record.tokens == 52 + 28  # to a multiple of 16
+    packed = _round_of(backbone, "fuse-all")
+    assert packed.rows == 80 and packed.tokens == 80
+
+
+def _round_of(backbone: Backbone, policy: Policy) -> RoundRecord:
+    engine = Engine(backbone, policy=policy)
+    tasks = [attach(engine, trial) for trial in (ONE, TWO)]
+    return engine.execute(engine.schedule([task.participant() for task in tasks]))
 
 
 def test_a_client_that_drives_the_steps_gets_what_the_runner_gets() -> None:

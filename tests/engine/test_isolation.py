@@ -194,7 +194,12 @@ def test_a_paused_task_ends_as_if_it_had_never_paused_and_a_cancelled_one_keeps_
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy": "sequential"}, {"policy": "fuse-all", "fuse_tokens": 40}, {"policy": "fuse-all", "fuse_tokens": 1}],
+    [
+        {"policy": "sequential"},
+        {"policy": "padded"},
+        {"policy": "fuse-all", "fuse_tokens": 40},
+        {"policy": "fuse-all", "fuse_tokens": 1},
+    ],
     ids=str,
 )
 def test_who_runs_with_whom_changes_no_bit(options: dict[str, object]) -> None:

@@ -15,7 +15,7 @@ from muxtune.plan.round import Participant, Policy, derive_round, fuse
 from muxtune.plan.types import MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem
 from tests.plan.rounds import participants
 
-POLICIES = st.sampled_from(["sequential", "fuse-all"])
+POLICIES = st.sampled_from(["sequential", "fuse-all", "padded"])
 BUDGETS = st.integers(1, 300)
 
 
@@ -61,6 +61,17 @@ def test_a_fused_micro_batch_stays_within_its_tokens_unless_one_chunk_alone_does
     for action in schedule.actions:
         if isinstance(action, MicroBatch):
             assert action.tokens <= fuse_tokens or len(action.items) == 1
+
+
+@given(participants(), BUDGETS)
+def test_a_padded_micro_batch_is_as_wide_as_its_longest_and_stays_within_its_rows(
+    members: list[Participant], fuse_tokens: int
+) -> None:
+    for action in _round(members, "padded", fuse_tokens).actions:
+        if isinstance(action, MicroBatch):
+            lengths = [ref.length for item in action.items for ref in item.sequences]
+            assert action.width == max(lengths)
+            assert action.width * len(lengths) <= fuse_tokens or len(action.items) == 1
 
 
 @given(participants(), BUDGETS)

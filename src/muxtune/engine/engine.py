@@ -31,7 +31,7 @@ class Engine:
     """Trains tasks on `backbone`, which the caller has loaded (`muxtune.engine.load`).
 
     Args:
-        policy: who runs with whom - `sequential`, or `fuse-all` up to `fuse_tokens` rows.
+        policy: who runs with whom - `sequential`, or `fuse-all` up to `fuse_tokens` rows; `padded` for comparison.
         fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
         chunk_tokens: the chunk budget of tasks that start here; a resumed task keeps its own.
         plain: run the plain twin of every fast path.

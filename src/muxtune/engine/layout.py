@@ -60,12 +60,15 @@ class Layout:
         self._segments.append(Segment(virtual + len(ids), cache_slot, spans))
         return self.rows - len(ids)
 
+    def fill(self, rows: int) -> None:
+        """Rows that belong to nobody, as if they were a sequence."""
+        if rows > 0:
+            self._append(np.zeros(rows, np.int64), 0)
+            self._segments.append(Segment(rows))
+
     def finish(self, device: torch.device) -> LaidRows:
         """Pad and hand over."""
-        spare = -self.rows % ROW_MULTIPLE
-        if spare:
-            self._append(np.zeros(spare, np.int64), 0)
-            self._segments.append(Segment(spare))
+        self.fill(-self.rows % ROW_MULTIPLE)
         return LaidRows(
             torch.from_numpy(np.concatenate(self._ids)).to(device),
             torch.from_numpy(np.concatenate(self._positions)).to(device),

@@ -63,6 +63,7 @@ def pack(
     layout = Layout()
     laid: list[ItemRows] = []
     targets = _Targets([], [])
+    sizes: list[int] = []
     gathered = 0
     for item in batch.items:
         adapter = adapters[item.task] if item.task is not None else None
@@ -77,11 +78,14 @@ def pack(
             if item.kind != "carry":
                 gathered += targets.add(sequence, ref, row)
             size = layout.rows - before
+            sizes.append(size)
             # virtual rows are numbered with the tokens that follow them
             offset = ref.start + (adapter.virtual_rows if adapter is not None and ref.start else 0)
             positions.append(np.arange(offset, offset + size))
         example_t = np.repeat([sequence.index for sequence in sequences], [len(own) for own in positions])
         laid.append(ItemRows(item, start, layout.rows, first, gathered, example_t, np.concatenate(positions)))
+    for size in sizes:
+        layout.fill(batch.width - size)
     rows = layout.finish(device)
     weight_N = _weights(laid, device, dtype) if batch.trains else None
     predict_N, target_N = targets.finish(device)

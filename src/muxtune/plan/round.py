@@ -1,7 +1,8 @@
 """From the participants of a round to its schedule: who runs with whom, and in which order.
 
 `fuse-all` fuses participants in space while their largest chunks together stay within `fuse_tokens` - the memory that
-one pass may take - and begins another hTask where they would not; hTasks run one after another. `sequential` runs each
+one pass may take - and begins another hTask where they would not; hTasks run one after another. `padded` fuses in the
+same way, but pads every sequence of a pass to its longest, as systems without packing do. `sequential` runs each
 participant alone. Micro-batch c of an hTask is the c-th chunk of every member that still has one; but a pass trains or
 does not, so chunks that carry a cut sequence forward go first, without the others'. Each task is stepped as soon as its
 last chunk is done. Nothing here can change what a task computes: its chunks come ready-made.
@@ -15,7 +16,7 @@ from typing import Literal
 
 from muxtune.plan.types import Action, LossSpec, MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem, WorkKind
 
-Policy = Literal["sequential", "fuse-all"]
+Policy = Literal["sequential", "fuse-all", "padded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,10 @@ class Participant:
         """Rows of the largest chunk."""
         return max((sum(self._rows(ref) for ref in chunk) for chunk in self.chunks), default=0)
 
+    def longest(self, chunk: int) -> int:
+        """Rows of the longest sequence of a chunk."""
+        return max(self._rows(ref) for ref in self.chunks[chunk])
+
     def _rows(self, ref: SequenceRef) -> int:
         return ref.length + (self.virtual_rows if ref.start == 0 else 0)
 
@@ -50,7 +55,8 @@ def derive_round(
     for htask, members in enumerate(fuse(participants, policy, fuse_tokens)):
         for number_in_htask, running in enumerate(_passes(members)):
             items = tuple(_item(member, chunk, kind) for member, chunk in running)
-            actions.append(MicroBatch(htask, number_in_htask, items))
+            width = max(member.longest(chunk) for member, chunk in running) if policy == "padded" else 0
+            actions.append(MicroBatch(htask, number_in_htask, items, width))
             if kind == "train":
                 done = [member for member, chunk in running if chunk == len(member.chunks) - 1]
                 actions.extend(OptimStep(member.task) for member in done if member.task is not None)
@@ -72,17 +78,26 @@ def fuse(participants: Sequence[Participant], policy: Policy, fuse_tokens: int) 
     """hTasks in order: each participant alone, or as many neighbours as fit `fuse_tokens`."""
     if policy == "sequential":
         return [[participant] for participant in participants if participant.chunks]
+    rows_of = _padded_rows if policy == "padded" else _packed_rows
     htasks: list[list[Participant]] = []
-    used = 0
     for participant in participants:
         if not participant.chunks:
             continue
-        if not htasks or used + participant.widest > fuse_tokens:
+        if not htasks or rows_of([*htasks[-1], participant]) > fuse_tokens:
             htasks.append([])
-            used = 0
         htasks[-1].append(participant)
-        used += participant.widest
     return htasks
+
+
+def _packed_rows(members: Sequence[Participant]) -> int:
+    """Of the largest pass there could be."""
+    return sum(member.widest for member in members)
+
+
+def _padded_rows(members: Sequence[Participant]) -> int:
+    """The same where every sequence is as long as the longest of all."""
+    longest = max(member.longest(chunk) for member in members for chunk in range(len(member.chunks)))
+    return longest * sum(max(map(len, member.chunks)) for member in members)
 
 
 def _item(member: Participant, chunk: int, kind: WorkKind) -> WorkItem:

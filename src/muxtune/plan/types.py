@@ -72,11 +72,16 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One pass of the backbone over the rows of all its items: micro-batch `chunk` of hTask `htask`."""
+    """One pass of the backbone over the rows of all its items: micro-batch `chunk` of hTask `htask`.
+
+    Every sequence takes at least `width` rows of the pass: those that it lacks are padding, which costs what rows cost
+    and is nobody's.
+    """
 
     htask: int
     chunk: int
     items: tuple[WorkItem, ...]
+    width: int = 0
 
     @property
     def tokens(self) -> int:
@@ -153,3 +158,13 @@ class RoundRecord:
     schedule: RoundSchedule
     actions: tuple[ActionRecord, ...]
     wall_s: float
+
+    @property
+    def rows(self) -> int:
+        """Rows that the backbone ran."""
+        return sum(action.rows for action in self.actions)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it ran; the other rows are padding, or learned ones. Pieces that are carried run twice."""
+        return sum(action.tokens for action in self.schedule.actions if isinstance(action, MicroBatch))

@@ -20,7 +20,8 @@ _DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 Policy = Annotated[
-    Literal["sequential", "fuse-all"], BeforeValidator(choice("sequential", "fuse-all", later=("padded", "muxtune")))
+    Literal["sequential", "fuse-all", "padded"],
+    BeforeValidator(choice("sequential", "fuse-all", "padded", later=("muxtune",))),
 ]
 DType = Annotated[
     Literal["auto", "fp32", "bf16", "fp64"],

@@ -34,6 +34,8 @@ class Engine:
         fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
         chunk_tokens: the chunk budget of tasks that start here; a resumed task keeps its own.
         plain: run the plain twin of every fast path.
+        recompute: keep each block's input rows only and run it again in the backward pass: the same bits, for a
+            fraction of the activations' memory and one more forward pass.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Engine:
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
+        recompute: bool = False,
     ) -> None:
         self.backbone = backbone
         self.tasks: dict[str, Task] = {}
@@ -51,7 +54,7 @@ class Engine:
         self.policy: Policy = policy
         self._fuse_tokens = fuse_tokens
         self._chunk_tokens = chunk_tokens
-        self._executor = Executor(backbone, self.tasks, self.sources, plain=plain)
+        self._executor = Executor(backbone, self.tasks, self.sources, plain=plain, recompute=recompute)
         self._rounds = 0
         self.row_invariant = rows_invariant(backbone)
 

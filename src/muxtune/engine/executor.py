@@ -35,15 +35,23 @@ Source = Sequence[TokenSequence] | DecodeSource
 
 
 class Executor:
-    """Args: `tasks` and `sources` are read at each execute; `plain` selects the twin of every fast path."""
+    """Args: `tasks` and `sources` are read at each execute; `plain` selects the twin of every fast path; `recompute`
+    runs each block again in the backward pass instead of keeping its activations."""
 
     def __init__(
-        self, backbone: Backbone, tasks: Mapping[str, Task], sources: Mapping[str, Source], *, plain: bool = False
+        self,
+        backbone: Backbone,
+        tasks: Mapping[str, Task],
+        sources: Mapping[str, Source],
+        *,
+        plain: bool = False,
+        recompute: bool = False,
     ) -> None:
         self._backbone = backbone
         self._tasks = tasks
         self._sources = sources
         self._plain = plain
+        self._recompute = recompute
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run every action in order.
@@ -134,7 +142,8 @@ class Executor:
         ]
         rows = packed.rows
         current = Pass(AttentionContext(rows.segments), hooks(dispatches, plain=self._plain), rows.given)
-        return self._backbone.hidden(rows.ids_T, rows.positions_T, current)[packed.predict_N]
+        hidden_TD = self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=self._recompute)
+        return hidden_TD[packed.predict_N]
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses

@@ -50,6 +50,7 @@ class LocalEngine(Engine):
     threads: of the CPU; None as torch chooses. It is part of what makes two runs equal bit for bit.
     num_hidden_layers: keep the first layers only, for fast checks.
     fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
+    recompute: as for `Engine`: less memory for more time, the same bits.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LocalEngine(Engine):
         num_hidden_layers: int | None = None,
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         plain: bool = False,
+        recompute: bool = False,
         cache_dir: Path | None = None,
     ) -> None:
         if threads is not None:
@@ -71,7 +73,7 @@ class LocalEngine(Engine):
         self.base = resolve(base_model, cache_dir=cache) if isinstance(base_model, str) else base_model
         self.preparer = Preparer(self.base.path, cache_dir=cache / "tokens")
         backbone = load_backbone(self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers)
-        super().__init__(backbone, policy=policy, fuse_tokens=fuse_tokens, plain=plain)
+        super().__init__(backbone, policy=policy, fuse_tokens=fuse_tokens, plain=plain, recompute=recompute)
         self._prepared: dict[str, PreparedJob] = {}
         self._voices: dict[str, Voice] = {}
         self._bare: Voice | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from muxtune.models.attention import ATTENTION_NAME
 from muxtune.models.embedding import TokenEmbedding
 from muxtune.models.loss import Head
 from muxtune.models.recipes import Recipe, recipe_for
+from muxtune.models.recompute import recomputed
 from muxtune.spec.peft import Place
 
 _Call = tuple[
@@ -207,12 +209,18 @@ class Backbone:
             self.slot.current = None
         return x_1TD[0]
 
-    def hidden(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Tensor:
-        """The whole chain at once: what the head takes, [T, D]."""
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, current: Pass, *, recompute: bool = False) -> Tensor:
+        """The whole chain at once: what the head takes, [T, D].
+
+        With `recompute` each block keeps its input rows only, and runs again in the backward pass: the same bits.
+        """
         prelude = self.begin(ids_T, positions_T, current)
         x_TD = prelude.x_TD
         for block in self.blocks:
-            x_TD = block.forward(x_TD, prelude, current)
+            if recompute and torch.is_grad_enabled():
+                x_TD = recomputed(partial(block.forward, prelude=prelude, current=current), x_TD)
+            else:
+                x_TD = block.forward(x_TD, prelude, current)
         return self.finish(x_TD, current)
 
 

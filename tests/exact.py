@@ -3,8 +3,8 @@
 transformers casts to fp32 on purpose: RMSNorm's variance, rotary angles, eager attention's softmax, logits before the
 loss. Good for bf16, ruinous for a proof in fp64 (errors of 1e-7 where 1e-12 is wanted). A torch function mode turns
 each cast of an fp64 or integer tensor to fp32 into one to fp64; fp32 tensors stay as they are. Run both sides of a
-comparison inside it. It holds for the thread that enters it, which on CPU runs the backward pass too; there torch leaves
-function modes out, so a hand-written backward enters this one again (recomputation runs whole blocks in there).
+comparison inside it. It holds for the thread that enters it, which on CPU runs the backward pass too; there torch
+leaves function modes out, so a hand-written backward enters this one again (recomputation runs whole blocks in there).
 """
 
 from __future__ import annotations

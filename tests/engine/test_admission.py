@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,10 +36,10 @@ def prepared(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     }
 
 
-def admitted(jobs: Sequence[PreparedJob], free: int) -> Admission:
+def admitted(jobs: Sequence[PreparedJob], free: int, model: Footprint = MODEL) -> Admission:
     """With `free` bytes beside the process, the weights and the adapters."""
     limit = PROCESS + WEIGHTS + STATE * len(jobs) + free
-    return admit(jobs, MODEL, dtype=torch.float32, limit_bytes=limit, process_bytes=PROCESS)
+    return admit(jobs, model, dtype=torch.float32, limit_bytes=limit, process_bytes=PROCESS)
 
 
 def widest(one: PreparedJob) -> int:
@@ -75,6 +76,34 @@ def test_a_job_that_fits_by_a_byte_and_not_without_it(prepared: dict[str, Prepar
     assert f"its longest batch ({widest(chat)} tokens at once) needs about {size_text(need)}" in error.message
     assert f"base model ({size_text(WEIGHTS)}) and 2 adapters ({size_text(2 * STATE)})" in error.message
     assert [size.job.name for size in found.sizes] == ["sql"]
+
+
+LEAN = replace(MODEL, blocks=10, input_bytes=400)  # with recomputation 1.33 * 400 + 2 / 10 * ROW a row
+LEAN_ROW = 532 + 200
+
+
+def test_what_does_not_fit_otherwise_is_recomputed(prepared: dict[str, PreparedJob]) -> None:
+    sql, chat = prepared["sql"], prepared["chat"]
+    need = HEAD + ROW * widest(chat)
+    assert not admitted([sql, chat], need, LEAN).model.recompute, "never where it need not be"
+    found = admitted([sql, chat], need - 1, LEAN)
+    assert found.model.recompute and not found.refused
+    assert [size.job.name for size in found.sizes] == ["sql", "chat"]
+    assert found.fuse_tokens == (need - 1 - HEAD) // LEAN_ROW > widest(chat)
+    rows = widest(sql) + widest(chat)
+    assert found.peak_bytes == PROCESS + WEIGHTS + 2 * STATE + HEAD + LEAN_ROW * min(rows, found.fuse_tokens)
+    least = HEAD + LEAN_ROW * widest(chat)
+    assert admitted([sql, chat], least, LEAN).model.recompute
+
+
+def test_what_does_not_fit_even_so_is_told_the_least_and_slows_nobody_down(prepared: dict[str, PreparedJob]) -> None:
+    sql, chat = prepared["sql"], prepared["chat"]
+    least = HEAD + LEAN_ROW * widest(chat)
+    assert HEAD + ROW * widest(sql) < least - 1
+    found = admitted([sql, chat], least - 1, LEAN)
+    ((refused, error),) = found.refused
+    assert refused.name == "chat" and f"needs about {size_text(least)} with recomputation" in error.message
+    assert [size.job.name for size in found.sizes] == ["sql"] and not found.model.recompute
 
 
 def test_not_even_the_adapters_fit(prepared: dict[str, PreparedJob]) -> None:

@@ -6,19 +6,22 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import profile
 
 from muxtune.engine.engine import Engine
 from muxtune.models.backbone import Backbone
+from muxtune.models.memory import footprint
 from muxtune.spec.peft import LnTuning, Lora, PeftBase, PrefixTuning
+from tests.engine import runs
 from tests.engine.build import backbone_of, exact
 from tests.engine.cast import ARCHS, cast
 from tests.engine.prompts import PeftTrial
 from tests.engine.selective import Result, attach, train
-from tests.tiny import SUPPORTED
+from tests.peak import peak_bytes
+from tests.tiny import SUPPORTED, tiny_folder
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -117,20 +120,7 @@ def _peak_bytes(recompute: bool, layers: int) -> int:
     tasks = [attach(engine, PeftTrial("lora", Lora(), [64] * 4)), attach(engine, PeftTrial("norms", LnTuning(), [64]))]
     batches = {task: list(task.data.train) for task in tasks}
     engine.forward_backward(batches)  # whatever is made once
-    with profile(profile_memory=True) as seen:
-        engine.forward_backward(batches)
-    changes = [event.nbytes() for event in _in_order(seen)]  # allocations, and frees below zero
-    held = peak = 0
-    for change in changes:
-        held += change
-        peak = max(peak, held)
-    assert len(changes) > 100
-    return peak
-
-
-def _in_order(seen: profile) -> list[object]:
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return sorted(events, key=lambda event: event.start_ns())
+    return peak_bytes(lambda: engine.forward_backward(batches))
 
 
 def test_a_layer_more_costs_its_input_rows_only() -> None:
@@ -167,3 +157,24 @@ def test_a_pass_that_raises_on_its_way_back_leaves_nothing_behind() -> None:
     (loss,) = [action.step.loss for action in engine.execute(whole).actions if action.step is not None]
     with exact(backbone.dtype):
         assert loss == train(backbone_of(), [trial])["lora"].losses[0]
+
+
+def test_a_run_that_does_not_fit_otherwise_recomputes_and_says_so(
+    data: Path, disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose free memory is above what recomputation needs and below what the run would else."""
+    model = tiny_folder(disk / "model", "llama", layers=12)
+    needs = footprint(model, torch.float32)
+    wide = 512  # rows of the widest chunk: the budget, which a batch of 100 fills
+    changes = {"max_steps": 2, "num_train_epochs": 1, "per_device_train_batch_size": 100}
+    between = needs.recomputed().activation_bytes(wide, 60) * 3 // 2
+    assert between < 0.7 * needs.activation_bytes(wide, 60)
+    ended = {}
+    for name, free in (("roomy", 10**9), ("tight", needs.weights_bytes + 500_000 + between)):
+        monkeypatch.setattr("muxtune.engine.training.memory_here", lambda device, free=free: (0, free))
+        run = runs.run_of(model, disk / name, [runs.job(data, "sql", **changes)])
+        events = runs.train(run, cache_dir=cache)
+        told = [event.message for event in events if getattr(event, "kind", None) == "warning"]
+        ended[name] = (told, runs.losses_of(events, "sql"), runs.bits(disk / name / "sql"))
+    assert ended["roomy"][0] == [] and [message[:19] for message in ended["tight"][0]] == ["memory is too small"]
+    assert ended["roomy"][1:] == ended["tight"][1:]

@@ -5,12 +5,15 @@
 The limit is the run's `memory_limit`, and never more than the machine has free. A micro-batch must hold at least the
 widest chunk of any job: its longest sequence, or as much of a batch as fills the chunk budget. What is left above that
 decides how many rows jobs may bring together (`fuse_tokens`). The numbers are estimates (`muxtune.models.memory`).
+
+Where a job does not fit, but would if blocks were run again instead of their activations being kept, the run does that:
+it takes longer and gives the same bits (`muxtune.models.recompute`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,7 +40,8 @@ class JobSize:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`refused` jobs cannot run at all; the others fit together at `fuse_tokens` rows a micro-batch."""
+    """`refused` jobs cannot run at all; the others fit together at `fuse_tokens` rows a micro-batch, with recomputation
+    where `model` says so."""
 
     model: Footprint
     limit_bytes: int
@@ -56,7 +60,20 @@ def admit(
     limit_bytes: int,
     process_bytes: int,
 ) -> Admission:
-    """Which jobs fit, as far as is known before any of them has been loaded."""
+    """Which jobs fit, as far as is known before any of them has been loaded; with recomputation if more do so."""
+    kept = _admit(prepared, model, dtype, limit_bytes, process_bytes)
+    lean = model.recomputed()
+    if not kept.refused or lean.row_bytes >= model.row_bytes:
+        return kept
+    again = _admit(prepared, lean, dtype, limit_bytes, process_bytes)
+    if len(again.refused) < len(kept.refused):
+        return again
+    return replace(kept, refused=again.refused)  # who is told what the least would be
+
+
+def _admit(
+    prepared: Sequence[PreparedJob], model: Footprint, dtype: torch.dtype, limit_bytes: int, process_bytes: int
+) -> Admission:
     sizes: list[JobSize] = []
     refused: list[tuple[JobSpec, MuxTuneError]] = []
     for job in prepared:
@@ -118,8 +135,9 @@ def _too_large(
     left = limit_bytes - process_bytes - model.weights_bytes - states
     return ConfigError(
         f"does not fit into memory: its longest batch ({size.widest:,} tokens at once) needs about "
-        f"{size_text(size.activation_bytes)}; of {size_text(limit_bytes)} there are {size_text(max(0, left))} left "
-        f"beside the process ({size_text(process_bytes)}), the base model ({size_text(model.weights_bytes)}) and "
+        f"{size_text(size.activation_bytes)}{' with recomputation' * model.recompute}; "
+        f"of {size_text(limit_bytes)} there are {size_text(max(0, left))} left beside the process "
+        f"({size_text(process_bytes)}), the base model ({size_text(model.weights_bytes)}) and "
         f"{len(sizes)} adapter{'s' * (len(sizes) != 1)} ({size_text(states)})",
         where=f"jobs.{size.job.name}",
         hint="lower max_length or the number of jobs, or give it more memory (memory_limit, another machine)",

@@ -46,6 +46,7 @@ from muxtune.spec.resume import check_resume
 from muxtune.spec.run import RunSpec
 
 LOCK = ".muxtune.lock"
+_RECOMPUTED = "memory is too small to keep activations: they are computed twice, which takes about a third longer"
 Begin = Literal["new", "continue", "finished"]
 
 
@@ -181,6 +182,7 @@ class TrainingRun:
             threads=run.threads,
             policy=run.policy,
             fuse_tokens=admission.fuse_tokens,
+            recompute=admission.model.recompute,
             num_hidden_layers=self.num_hidden_layers,
             cache_dir=self._cache,
         )
@@ -198,7 +200,7 @@ class TrainingRun:
         yield from self._fail(failures)
         folders = self._open(started, engine)
         for one in started:
-            for event in _opening(one):
+            for event in _opening(one, recompute=admission.model.recompute):
                 folders[one.task.name].record(event)
                 yield event
 
@@ -278,12 +280,14 @@ def _start(engine: LocalEngine, plan: PlannedJob, prepared: PreparedJob) -> _Sta
     return _Started(plan, prepared, task, ground, found.passed_over if found is not None else ())
 
 
-def _opening(one: _Started) -> Iterator[TaskEvent]:
+def _opening(one: _Started, *, recompute: bool) -> Iterator[TaskEvent]:
     """What is known of a task before its first round: its size, and what the user may not have wanted."""
     task = one.task
     yield TaskEvent("queued", task.name, task.step, data={"total_steps": task.total_steps})
     for reason in one.passed_over:
         yield TaskEvent("warning", task.name, task.step, f"passed over {reason}")
+    if recompute:
+        yield TaskEvent("warning", task.name, task.step, _RECOMPUTED)
     for warning in one.prepared.data.report.warnings:
         yield TaskEvent("warning", task.name, task.step, warning)
 

@@ -78,8 +78,8 @@ def test_a_job_that_fits_by_a_byte_and_not_without_it(prepared: dict[str, Prepar
     assert [size.job.name for size in found.sizes] == ["sql"]
 
 
-LEAN = replace(MODEL, blocks=10, input_bytes=400)  # with recomputation 1.33 * 400 + 2 / 10 * ROW a row
-LEAN_ROW = 532 + 200
+LEAN = replace(MODEL, blocks=10, input_bytes=300)  # with recomputation 1.33 * 300 + 3 / 10 * ROW a row
+LEAN_ROW = 399 + 300
 
 
 def test_what_does_not_fit_otherwise_is_recomputed(prepared: dict[str, PreparedJob]) -> None:

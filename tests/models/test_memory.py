@@ -69,18 +69,18 @@ def test_activations_are_estimated_with_room(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", SUPPORTED)
 def test_recomputed_activations_are_estimated_with_room(arch: str, tmp_path: Path) -> None:
-    """Against the true peak of both passes, which allocations tell; a process's own is up to a third above it."""
+    """Against the true peak of both passes, which allocations tell; a process's own is up to a half above it."""
     attention.register()
-    found = footprint(tiny_folder(tmp_path, arch, layers=5), torch.float32)
+    found = footprint(tiny_folder(tmp_path, arch, layers=6), torch.float32)
     lean = found.recomputed()
     estimated = lean.activation_bytes(ROWS, LENGTH) - lean.head_bytes
-    backbone = Backbone(tiny_model(arch, layers=5))
+    backbone = Backbone(tiny_model(arch, layers=6))
 
     def both_passes() -> None:
         adapted_pass(backbone, recompute=True).sum().backward()
 
     both_passes()
-    assert 1.0 <= estimated / peak_bytes(both_passes) <= 2.4
+    assert 1.0 <= estimated / peak_bytes(both_passes) <= 3.2
     assert lean.recompute and lean.row_bytes < found.row_bytes
 
 

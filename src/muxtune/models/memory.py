@@ -11,7 +11,8 @@ memory to that on SmolLM2-135M: 1.66 MB a row, 14,200 floats a layer (docs/log.m
 scores as well, which grow with the sequence.
 
 With recomputation (`muxtune.models.recompute`) a row leaves its input of each block, times the same 1.33, and that of
-two layers for the one block that runs again and its backward pass: on SmolLM2-135M 203 kB a row, measured 160-200.
+three layers for the one block that runs again and its backward pass: on SmolLM2-135M 257 kB a row, measured 176-238
+(docs/log.md).
 
 The boundary: bytes of shapes; who may train is the engine's business.
 """
@@ -45,7 +46,7 @@ _FACTORS = {
 _OTHER = max(_FACTORS.values())
 _SCORES = 2.5  # floats that soft-capped attention keeps of each score
 _PEAK = 1.33  # the process's peak over what is kept
-_BLOCKS_AT_ONCE = 2  # a block that runs again, and the buffers of its backward pass
+_BLOCKS_AT_ONCE = 3  # a block that runs again, and the buffers of its backward pass
 _HEAD_COPIES = 3  # logits, their slope under a soft cap, and what becomes of them
 _CGROUP_LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

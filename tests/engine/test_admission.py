@@ -106,6 +106,24 @@ def test_what_does_not_fit_even_so_is_told_the_least_and_slows_nobody_down(prepa
     assert [size.job.name for size in found.sizes] == ["sql"] and not found.model.recompute
 
 
+def test_the_longest_sequence_after_truncation_is_what_counts(tiny_llama: Path, tmp_path: Path) -> None:
+    """reports.md 12: one long example, and the same job cut to fit."""
+    data = write_data(tmp_path)
+    (data / "sql.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n{"prompt": "%s", "completion": "b"}\n' % ("a " * 60)
+    )
+    preparer = Preparer(tiny_llama)
+    changes = ADAPTER | {"per_device_train_batch_size": 1}
+    whole, cut = (
+        preparer.prepare(job(data, "sql", **changes, max_length=limit, train_on="all"), created=datetime.now(UTC))
+        for limit in (200, 30)
+    )
+    need = HEAD + ROW * 40
+    ((_, error),) = admitted([whole], need).refused
+    (size,) = admitted([cut], need).sizes
+    assert size.longest == size.widest == 30 and "tokens at once" in error.message
+
+
 def test_not_even_the_adapters_fit(prepared: dict[str, PreparedJob]) -> None:
     found = admitted([prepared["sql"]], -1)
     assert [refused.name for refused, _ in found.refused] == ["sql"] and not found.sizes

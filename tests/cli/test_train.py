@@ -8,9 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from muxtune.cli.main import run
+from muxtune.models.memory import footprint
 from tests.cli.projects import ESCAPE, TRAINED, rows, status, write_config
 from tests.cli.shell import Shell, Terminal
+from tests.tiny import tiny_folder
 
 STEP = re.compile(r"sql step=2/4 epoch=0\.67 loss=\d+\.\d{4} lr=1\.5e-02 grad_norm=\d+\.\d{2} tok/s=\d+")
 ONE = {"sql": TRAINED["sql"]}
@@ -154,6 +158,26 @@ def test_dry_run(shell: Shell, project: Path, tiny_llama: Path) -> None:
     assert sql["parameters"] == 2 * 2 * ((48 + 64) + (48 + 32)) and sql["adapter_bytes"] == 16 * sql["parameters"]
     assert 0 < sql["trained_tokens"] < sql["tokens"] and by_name["long"]["longest"] == 30
     assert found["memory"]["peak_bytes"] < found["memory"]["limit_bytes"]
+
+
+def test_dry_run_of_what_fits_only_with_recomputation(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says so, to people and to programs."""
+    monkeypatch.chdir(project)
+    model = tiny_folder(tmp_path / "deep", "llama", layers=12)
+    config = str(
+        write_config(project / "deep.yaml", model, "deep", {"sql": {**ONE["sql"], "gradient_accumulation_steps": 50}})
+    )
+    needs = footprint(model, torch.float32)
+    between = needs.recomputed().activation_bytes(512, 60) * 3 // 2
+    for free, recompute in ((10**9, False), (needs.weights_bytes + 500_000 + between, True)):
+        monkeypatch.setattr("muxtune.engine.training.memory_here", lambda device, free=free: (0, free))
+        assert run(["train", config, "--dry-run"]) == 0
+        assert ("tokens at once, computed twice to save memory)" in capsys.readouterr().out) == recompute
+        assert run(["train", config, "--dry-run", "--json"]) == 0
+        memory = json.loads(capsys.readouterr().out)["memory"]
+        assert memory["recompute"] == recompute and memory["peak_bytes"] <= memory["limit_bytes"]
 
 
 def test_dry_run_of_what_is_there(shell: Shell, trained: Path, project: Path) -> None:

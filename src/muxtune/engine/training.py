@@ -46,7 +46,7 @@ from muxtune.spec.resume import check_resume
 from muxtune.spec.run import RunSpec
 
 LOCK = ".muxtune.lock"
-_RECOMPUTED = "memory is too small to keep activations: they are computed twice, which takes about a third longer"
+_RECOMPUTED = "memory is too small to keep activations: they are computed twice, which takes about 40 % longer"
 Begin = Literal["new", "continue", "finished"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,12 +197,12 @@ def test_a_pass_that_raises_leaves_no_half_of_a_step(monkeypatch: pytest.MonkeyP
     schedule = engine.schedule([task.participant() for task in tasks])
     hidden, calls = backbone.hidden, 0
 
-    def fails_once(*arguments: torch.Tensor) -> torch.Tensor:
+    def fails_once(*arguments: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise MemoryError("the second micro-batch does not fit")
-        return hidden(*arguments)
+        return hidden(*arguments, **options)
 
     monkeypatch.setattr(backbone, "hidden", fails_once)
     with pytest.raises(MemoryError):

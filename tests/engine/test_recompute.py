@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from muxtune.engine.engine import Engine
-from muxtune.models.backbone import Backbone
+from muxtune.models.backbone import Backbone, TransformersBlock
 from muxtune.models.memory import footprint
 from muxtune.spec.peft import LnTuning, Lora, PeftBase, PrefixTuning
 from tests.engine import runs
@@ -169,12 +169,20 @@ def test_a_run_that_does_not_fit_otherwise_recomputes_and_says_so(
     changes = {"max_steps": 2, "num_train_epochs": 1, "per_device_train_batch_size": 100}
     between = needs.recomputed().activation_bytes(wide, 60) * 3 // 2
     assert between < 0.7 * needs.activation_bytes(wide, 60)
-    ended = {}
+    ended, runs_of_blocks = {}, Counter[str]()
+    forward = TransformersBlock.forward
     for name, free in (("roomy", 10**9), ("tight", needs.weights_bytes + 500_000 + between)):
         monkeypatch.setattr("muxtune.engine.training.memory_here", lambda device, free=free: (0, free))
+
+        def counted(*arguments: object, name: str = name, **keywords: object) -> object:
+            runs_of_blocks[name] += torch.is_grad_enabled()
+            return forward(*arguments, **keywords)
+
+        monkeypatch.setattr(TransformersBlock, "forward", counted)
         run = runs.run_of(model, disk / name, [runs.job(data, "sql", **changes)])
         events = runs.train(run, cache_dir=cache)
         told = [event.message for event in events if getattr(event, "kind", None) == "warning"]
         ended[name] = (told, runs.losses_of(events, "sql"), runs.bits(disk / name / "sql"))
     assert ended["roomy"][0] == [] and [message[:19] for message in ended["tight"][0]] == ["memory is too small"]
     assert ended["roomy"][1:] == ended["tight"][1:]
+    assert runs_of_blocks["tight"] == 2 * runs_of_blocks["roomy"] > 0

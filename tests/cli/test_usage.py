@@ -87,8 +87,11 @@ def test_a_fault_of_the_program(
     (log,) = tmp_path.glob("muxtune-*.log")
     assert "error: ZeroDivisionError" in err and str(log) in err and "Traceback" not in err
     assert "Traceback" in log.read_text() and log.stat().st_mode & 0o077 == 0
-    assert run(["--debug", "config", "print", path]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    for asked in (["--debug", "config", "print", path], ["config", "print", path, "--debug"]):
+        assert run(asked) == 1
+        assert "Traceback" in capsys.readouterr().err
+    assert run(["config", "print", "--", "--debug"]) == 2, "that is the name of a file"
+    assert "error: --debug: cannot be read" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_no_fault_of_the_program(

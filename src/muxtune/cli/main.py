@@ -50,7 +50,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options before the command. `main` reads --debug itself: it must know it when a command has failed."""
+    """Options before the command. `run` takes --debug out by itself, wherever it stands."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """The exit status of a command line."""
     prepare_streams()
-    debug = bool(arguments) and arguments[0] == "--debug"
+    arguments, debug = _without_debug(arguments)
     try:
         status = _command(arguments)
     except MuxTuneError as error:
@@ -81,6 +81,13 @@ def run(arguments: Sequence[str]) -> int:
         print_bug(error, debug=debug)
         status = 1
     return status if flush_stdout() else _BROKEN_PIPE
+
+
+def _without_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """The command line without --debug, and whether it was there: before or after the command, not after `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [one for one in arguments[:end] if one != "--debug"]
+    return [*kept, *arguments[end:]], len(kept) < end
 
 
 def _command(arguments: Sequence[str]) -> int:

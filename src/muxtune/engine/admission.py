@@ -5,6 +5,10 @@
 The limit is the run's `memory_limit`, and never more than the machine has free. A micro-batch must hold at least the
 widest chunk of any job: its longest sequence, or as much of a batch as fills the chunk budget. What is left above that
 decides how many rows jobs may bring together (`fuse_tokens`). The numbers are estimates (`muxtune.models.memory`).
+
+A `memory_limit` that has no room for a job's chunks halves the job's chunk budget until they fit, or hold one sequence.
+The budget is a number that the job's last bits depend on, so it follows from the job, the model and the stated limit -
+with the process in quarters of a GiB - and never from what happens to be free, or from who trains beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
 from muxtune.spec.job import JobSpec
 
+_PROCESS_STEP = 2**28  # bytes: two processes that do the same differ by less, mostly
+
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
@@ -33,6 +39,17 @@ class JobSize:
     state_bytes: int
     activation_bytes: int  # of its widest chunk alone
     flops_per_token: int  # of the adapter, a trained token
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # its chunk budget, where it starts now
+
+    @property
+    def warning(self) -> str | None:
+        """What is said of a lowered chunk budget."""
+        if self.chunk_tokens == DEFAULT_CHUNK_TOKENS:
+            return None
+        return (
+            f"memory_limit has room for chunks of {self.chunk_tokens} tokens, not {DEFAULT_CHUNK_TOKENS}: "
+            "the result may differ in its last bits from a run with more"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +72,33 @@ def admit(
     dtype: torch.dtype,
     limit_bytes: int,
     process_bytes: int,
+    memory_limit: int | None = None,
 ) -> Admission:
-    """Which jobs fit, as far as is known before any of them has been loaded."""
+    """Which jobs fit, as far as is known before any has been loaded. `memory_limit` is what the config states.
+
+    Those that need least are taken in first: an over-large adapter costs nobody else a place.
+    """
+    room = None
+    if memory_limit is not None:
+        room = memory_limit + (-process_bytes // _PROCESS_STEP) * _PROCESS_STEP - model.weights_bytes
     sizes: list[JobSize] = []
     refused: list[tuple[JobSpec, MuxTuneError]] = []
     for job in prepared:
         try:
-            sizes.append(_size(job, model, dtype))
+            sizes.append(_size(job, model, dtype, room))
         except MuxTuneError as error:  # targets that match nothing
             refused.append((job.job, error))
-    held = process_bytes + model.weights_bytes + sum(size.state_bytes for size in sizes)
+    held = process_bytes + model.weights_bytes
+    taken: list[JobSize] = []
+    for size in sorted(sizes, key=lambda size: size.state_bytes + size.activation_bytes):
+        beside = [*taken, size]
+        free = limit_bytes - held - size.state_bytes
+        if max(one.activation_bytes for one in beside) <= free:
+            taken, held = beside, held + size.state_bytes
+        else:
+            refused.append((size.job, _too_large(size, model, beside, limit_bytes, process_bytes)))
+    fitting = [size for size in sizes if size in taken]
     free = limit_bytes - held
-    fitting = [size for size in sizes if size.activation_bytes <= free]
-    for size in sizes:
-        if size.activation_bytes > free:
-            refused.append((size.job, _too_large(size, model, sizes, limit_bytes, process_bytes)))
     if not fitting:
         return Admission(model, limit_bytes, process_bytes, (), 0, held, tuple(refused))
     longest = max(size.longest for size in fitting)
@@ -87,11 +116,10 @@ def admit(
     )
 
 
-def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSize:
+def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, room: int | None) -> JobSize:
     job = prepared.job
     longest = max(len(sequence) for sequence in prepared.data.train)
     rows, seen = longest + job.peft.virtual_rows, longest + job.peft.lead
-    widest = max(rows, min(DEFAULT_CHUNK_TOKENS, rows * job.effective_batch))
     parameters = job.peft.parameters(model.places)
     unknown = job.peft.unmatched(model.places)
     if unknown or not parameters:
@@ -100,14 +128,20 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSiz
             where=f"jobs.{job.name}.peft",
         )
     wide = torch.promote_types(dtype, torch.float32).itemsize // 4
+    state_bytes = job.peft.state_bytes(model.places) * wide
+    chunk_tokens, widest = DEFAULT_CHUNK_TOKENS, max(rows, min(DEFAULT_CHUNK_TOKENS, rows * job.effective_batch))
+    while room is not None and chunk_tokens > rows and model.activation_bytes(widest, seen) > room - state_bytes:
+        chunk_tokens //= 2
+        widest = max(rows, min(chunk_tokens, rows * job.effective_batch))
     return JobSize(
         job,
         seen,
         widest,
         parameters,
-        job.peft.state_bytes(model.places) * wide,
+        state_bytes,
         model.activation_bytes(widest, seen),
         job.peft.flops_per_token(model.places),
+        chunk_tokens,
     )
 
 

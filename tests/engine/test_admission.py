@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from muxtune.data.prepare import PreparedJob, Preparer
-from muxtune.engine.admission import Admission, admit, size_text
-from muxtune.engine.engine import DEFAULT_FUSE_TOKENS
+from muxtune.engine.admission import Admission, JobSize, admit, size_text
+from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
 from muxtune.errors import AdapterError
 from muxtune.models.memory import Footprint
 from muxtune.spec.peft import Place
@@ -122,6 +122,48 @@ def test_the_longest_sequence_after_truncation_is_what_counts(tiny_llama: Path, 
     ((_, error),) = admitted([whole], need).refused
     (size,) = admitted([cut], need).sizes
     assert size.longest == size.widest == 30 and "tokens at once" in error.message
+
+
+def test_an_over_large_adapter_costs_nobody_else_a_place(prepared: dict[str, PreparedJob]) -> None:
+    sql = prepared["sql"]
+    peft = sql.job.peft.model_copy(update={"r": 60_000})
+    large = replace(sql, job=sql.job.model_copy(update={"name": "large", "peft": peft}))
+    for jobs in ([large, sql], [sql, large]):
+        found = admitted(jobs, HEAD + ROW * widest(sql) + STATE)
+        assert [size.job.name for size in found.sizes] == ["sql"]
+        ((refused, error),) = found.refused
+        assert refused.name == "large" and f"2 adapters ({size_text(STATE * 60_001)})" in error.message
+
+
+def test_a_stated_limit_lowers_the_chunk_budget_of_a_job(prepared: dict[str, PreparedJob]) -> None:
+    """Down to its longest sequence, by what the job alone would have: neither free memory nor others change it."""
+    text, sql = prepared["sql"], prepared["one"]
+    longest = max(len(sequence) for sequence in text.data.train)
+    assert longest < 64 and widest(text) > 64
+
+    def sized(limit: int, jobs: Sequence[PreparedJob], process: int = PROCESS, free: int = 10**9) -> list[JobSize]:
+        found = admit(
+            jobs,
+            MODEL,
+            dtype=torch.float32,
+            limit_bytes=min(limit, process + free),
+            process_bytes=process,
+            memory_limit=limit,
+        )
+        return list(found.sizes)
+
+    def limit_of(rows: int) -> int:
+        return 2**28 + WEIGHTS + STATE + HEAD + ROW * rows
+
+    (roomy,) = sized(limit_of(widest(text)), [text])
+    assert (roomy.chunk_tokens, roomy.widest, roomy.warning) == (DEFAULT_CHUNK_TOKENS, widest(text), None)
+    (lowered,) = sized(limit_of(64), [text])
+    assert (lowered.chunk_tokens, lowered.widest) == (64, 64) and "chunks of 64 tokens" in str(lowered.warning)
+    assert sized(limit_of(64), [text], process=2**28)[0] == lowered == sized(limit_of(64), [text, sql])[0]
+    (single,) = sized(limit_of(longest), [text])
+    assert single.widest == longest and single.chunk_tokens <= longest
+    assert not sized(limit_of(longest - 1), [text], process=2**28)
+    assert not sized(limit_of(widest(text)), [text], free=WEIGHTS + STATE + HEAD), "what is free lowers nothing"
 
 
 def test_not_even_the_adapters_fit(prepared: dict[str, PreparedJob]) -> None:

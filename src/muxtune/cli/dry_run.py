@@ -107,7 +107,7 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
         size.parameters,
         size.state_bytes,
         share * _flops(rows, report.trained_tokens, size, model) / rate * _BESIDE_PRODUCTS,
-        report.warnings,
+        (*report.warnings, *filter(None, [size.warning])),
     )
 
 

@@ -82,7 +82,6 @@ def run_decode(
             state = source.states[ref.index]
             new = state.ids[state.cached : state.cached + ref.length]
             layout.add(new, adapter, cached=state.cached, cache_slot=ref.index)
-            state.cached += ref.length
             lasts[ref.index] = layout.rows - 1
         if adapter is not None:
             dispatches.append(Dispatch(start, layout.rows, adapter, None))
@@ -94,4 +93,7 @@ def run_decode(
     last_ND = F.pad(last_ND, (0, 0, 0, -len(lasts) % ROW_MULTIPLE))
     for slot, logits_V in zip(lasts, backbone.head.logits(last_ND), strict=False):
         source.states[slot].logits_V = logits_V
+    for item in batch.items:
+        for ref in item.sequences:
+            source.states[ref.index].cached += ref.length
     return len(rows.ids_T)

@@ -8,10 +8,12 @@ pass and decoding are schedules of it, and so are the client-driven calls `forwa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.executor import Executor, Source
+from muxtune.engine.limits import require_known
 from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
@@ -52,7 +54,7 @@ class Engine:
         self.tasks: dict[str, Task] = {}
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
-        self._fuse_tokens = fuse_tokens
+        self.fuse_tokens = fuse_tokens
         self._chunk_tokens = chunk_tokens
         self._executor = Executor(backbone, self.tasks, self.sources, plain=plain, recompute=recompute)
         self._rounds = 0
@@ -105,18 +107,37 @@ class Engine:
         return found
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
-        """Run a schedule; see `muxtune.plan.types` for what is legal."""
+        """Run a schedule; see `muxtune.plan.types` for what is legal, `Executor.execute` for what it raises."""
         return self._executor.execute(schedule)
+
+    @contextmanager
+    def lending(self, sources: Mapping[str, Source]) -> Iterator[None]:
+        """Have sequences to run while the block lasts. Raises StateError, with nothing lent, for a name in use."""
+        taken = sorted(sources.keys() & self.sources.keys())
+        if taken:
+            raise StateError("a source of this name is in use", where=taken[0])
+        self.sources.update(sources)
+        try:
+            yield
+        finally:
+            for name in sources:
+                del self.sources[name]
+
+    def fuse_below(self, rows: int) -> None:
+        """Bring tasks together in passes of half as many rows, from here on; a pass of `rows` has failed."""
+        self.fuse_tokens = max(1, min(self.fuse_tokens, rows // 2))
 
     def schedule(self, participants: Sequence[Participant], kind: WorkKind = "train") -> RoundSchedule:
         """A round of these participants under the engine's policy."""
         self._rounds += 1
-        return derive_round(self._rounds, participants, policy=self.policy, fuse_tokens=self._fuse_tokens, kind=kind)
+        return derive_round(self._rounds, participants, policy=self.policy, fuse_tokens=self.fuse_tokens, kind=kind)
 
     def forward_backward(self, batches: Mapping[Task | str, Sequence[TokenSequence]]) -> dict[str, ItemOutcome]:
         """Add the gradients of one batch of each task, in one fused pass; `optim_step` applies them.
 
-        A batch's loss is the mean over its trained tokens.
+        A batch's loss is the mean over its trained tokens. Raises StateError for a task named twice or not attached and
+        DataError for a batch that cannot run, before anything has; PassError, with the gradients of all these tasks
+        dropped, where the pass raises.
         """
         return self._drive(batches, "train")
 
@@ -125,52 +146,49 @@ class Engine:
         return self._drive(batches, "reference")
 
     def optim_step(self, task: Task | str, *, lr: float | None = None) -> StepOutcome:
-        """Apply what `forward_backward` gathered, at `lr` or the job's own schedule."""
-        found = self.task(task)
-        if lr is not None:
-            return found.optimizer_step(lr)
-        (record,) = self.execute(RoundSchedule(0, (OptimStep(found.name),))).actions
+        """Apply what `forward_backward` gathered, at `lr` or the job's own schedule.
+
+        Raises StateError where nothing has been gathered, or for an `lr` that is no rate.
+        """
+        (record,) = self.execute(RoundSchedule(0, (OptimStep(self.task(task).name, lr),))).actions
         assert record.step is not None
         return record.step
 
     def _drive(self, batches: Mapping[Task | str, Sequence[TokenSequence]], kind: WorkKind) -> dict[str, ItemOutcome]:
-        participants: list[Participant] = []
-        for key, sequences in batches.items():
-            task = self.task(key)
-            self._check_tokens(task.job, sequences)
-            source = f"{task.name}/inbox"
-            self.sources[source] = sequences
-            indices = range(len(sequences))
-            participants.append(participant_of(task.job, source, sequences, indices, task.chunk_tokens))
-        schedule = derive_round(0, participants, policy=self.policy, fuse_tokens=self._fuse_tokens, kind=kind)
+        inboxes, participants = self._inboxes(batches)
+        schedule = derive_round(0, participants, policy=self.policy, fuse_tokens=self.fuse_tokens, kind=kind)
         passes = tuple(action for action in schedule.actions if not isinstance(action, OptimStep))
-        try:
+        with self.lending(inboxes):
             record = self.execute(RoundSchedule(0, passes))
-        finally:
-            for participant in participants:
-                del self.sources[participant.source]
         merged: dict[str, ItemOutcome] = {}
         for outcome in (item for action in record.actions for item in action.items):
             assert outcome.task is not None
             merged[outcome.task] = _merge(merged.get(outcome.task), outcome)
         return merged
 
+    def _inboxes(
+        self, batches: Mapping[Task | str, Sequence[TokenSequence]]
+    ) -> tuple[dict[str, Sequence[TokenSequence]], list[Participant]]:
+        """The batches as sources, and who brings them; registers nothing."""
+        inboxes: dict[str, Sequence[TokenSequence]] = {}
+        participants: list[Participant] = []
+        for key, sequences in batches.items():
+            task = self.task(key)
+            source = f"{task.name}/inbox"
+            if source in inboxes:
+                raise StateError("the batches name this task twice", where=task.name, hint="join them into one")
+            if not sequences:
+                raise DataError("this task's batch is empty", where=task.name)
+            self._check_tokens(task.job, sequences)
+            inboxes[source] = sequences
+            indices = range(len(sequences))
+            participants.append(participant_of(task.job, source, sequences, indices, task.chunk_tokens))
+        return inboxes, participants
+
     def _check_tokens(self, job: JobSpec, sequences: Sequence[TokenSequence]) -> None:
-        """An id outside the vocabulary, or a position outside the model's, would fail inside the fused pass."""
-        name, lead = job.name, job.peft.lead
-        limit, longest = self.backbone.vocabulary, self.backbone.max_positions
         for sequence in sequences:
-            if len(sequence) == 0 or int(sequence.ids.min()) < 0 or int(sequence.ids.max()) >= limit:
-                raise DataError(
-                    f"example {sequence.index} is empty or holds token ids outside 0..{limit - 1}", where=name
-                )
-            if longest is not None and lead + len(sequence) > longest:
-                virtual = f" after {lead} virtual ones" if lead else ""
-                raise DataError(
-                    f"example {sequence.index} has {len(sequence)} tokens{virtual}, the base model takes {longest}",
-                    where=name,
-                    hint="set max_length",
-                )
+            what = f"example {sequence.index}"
+            require_known(sequence.ids, self.backbone, what=what, where=job.name, lead=job.peft.lead)
 
 
 def _merge(first: ItemOutcome | None, second: ItemOutcome) -> ItemOutcome:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource, run_decode
+from muxtune.engine.failure import PassError, brief
+from muxtune.engine.limits import Ids, require_known
 from muxtune.engine.packing import ItemRows, PackedBatch, pack
 from muxtune.engine.task import Task
 from muxtune.errors import StateError
@@ -29,7 +31,16 @@ from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import RowKeys, row_keys
 from muxtune.peft.multiplex import hooks
 from muxtune.plan.legal import require_legal
-from muxtune.plan.types import ActionRecord, ItemOutcome, MicroBatch, OptimStep, RoundRecord, RoundSchedule, WorkItem
+from muxtune.plan.types import (
+    Action,
+    ActionRecord,
+    ItemOutcome,
+    MicroBatch,
+    OptimStep,
+    RoundRecord,
+    RoundSchedule,
+    WorkItem,
+)
 
 Source = Sequence[TokenSequence] | DecodeSource
 
@@ -56,31 +67,40 @@ class Executor:
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run every action in order.
 
-        Raises StateError, before anything has run, for an illegal schedule or one that names what is not there. Where
-        a pass raises, the tasks it trained lose their step in progress, gradient and all: a step counts once or never.
+        Raises StateError or DataError, before anything has run, for an illegal schedule or one that names what is not
+        there or not for this backbone. Where an action raises, PassError with the record of those before it: the steps
+        in it are applied, while the tasks whose step is still in progress lose it, gradient and all - a step counts
+        once or never.
         """
         self._check(schedule)
-        try:
-            return self._run(schedule)
-        except BaseException:
-            for task in {item.task for action in _passes(schedule) for item in action.items if item.kind == "train"}:
-                if task is not None:
-                    self._tasks[task].drop_pending()
-            raise
-
-    def _run(self, schedule: RoundSchedule) -> RoundRecord:
         began = time.perf_counter()
         records: list[ActionRecord] = []
-        for index, action in enumerate(schedule.actions):
-            start_s = time.perf_counter() - began
-            if isinstance(action, OptimStep):
-                step = self._tasks[action.task].optimizer_step()
-                record = ActionRecord(index, start_s, time.perf_counter() - began, step=step)
-            else:
-                items, rows = self._micro_batch(action)
-                record = ActionRecord(index, start_s, time.perf_counter() - began, rows, items)
-            records.append(record)
+        try:
+            for index, action in enumerate(schedule.actions):
+                records.append(self._run(index, action, began))
+        except BaseException as error:
+            self._drop_steps(schedule, len(records))
+            if not isinstance(error, Exception):
+                raise
+            record = RoundRecord(schedule, tuple(records), time.perf_counter() - began)
+            raise PassError(brief(error), record) from error
         return RoundRecord(schedule, tuple(records), time.perf_counter() - began)
+
+    def _run(self, index: int, action: Action, began: float) -> ActionRecord:
+        start_s = time.perf_counter() - began
+        if isinstance(action, OptimStep):
+            step = self._tasks[action.task].optimizer_step(action.lr)
+            return ActionRecord(index, start_s, time.perf_counter() - began, step=step)
+        items, rows = self._micro_batch(action)
+        return ActionRecord(index, start_s, time.perf_counter() - began, rows, items)
+
+    def _drop_steps(self, schedule: RoundSchedule, raised: int) -> None:
+        """Of the tasks that the schedule trains, and of the one whose step it was that raised."""
+        trained = {item.task for action in _passes(schedule) for item in action.items if item.kind == "train"}
+        stepped = {action.task for action in schedule.actions[raised : raised + 1] if isinstance(action, OptimStep)}
+        for task in trained | stepped:
+            if task is not None:
+                self._tasks[task].drop_pending()
 
     def _check(self, schedule: RoundSchedule) -> None:
         steps = {action.task for action in schedule.actions if isinstance(action, OptimStep)}
@@ -100,6 +120,10 @@ class Executor:
             held = _tokens_of(source, ref.index)
             if held != ref.length:
                 raise StateError(f"sequence {ref.index} has {held} tokens, not {ref.length}", where=item.source)
+            lead = self._tasks[item.task].adapter.lead if item.task is not None else 0
+            before = source.states[ref.index].cached if isinstance(source, DecodeSource) else 0
+            what, where = f"sequence {ref.index}", item.source
+            require_known(_ids_of(source, ref.index), self._backbone, what=what, where=where, before=before, lead=lead)
 
     def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
         if all(item.kind == "decode" for item in batch.items):
@@ -159,6 +183,14 @@ class Executor:
 
 def _passes(schedule: RoundSchedule) -> list[MicroBatch]:
     return [action for action in schedule.actions if isinstance(action, MicroBatch)]
+
+
+def _ids_of(source: Source, index: int) -> Ids:
+    """The tokens that a reference to this sequence brings to a pass."""
+    if isinstance(source, DecodeSource):
+        state = source.states[index]
+        return state.ids[state.cached :]
+    return source[index].ids
 
 
 def _tokens_of(source: Source, index: int) -> int:

@@ -140,7 +140,11 @@ class Task:
         self.adapter.parameters.zero_gradient()
 
     def optimizer_step(self, lr: float | None = None) -> StepOutcome:
-        """Apply the step in progress, or - where its loss or gradient is not finite - drop it and say so."""
+        """Apply the step in progress, or - where its loss or gradient is not finite - drop it and say so.
+
+        Only the executor calls this, for a schedule that has been found legal.
+        """
+        assert self.has_pending, "a step without a gradient"
         pending, norm = self._pending, self.optimizer.gradient_norm()
         lr = self.learning_rate() if lr is None else lr
         loss = pending.loss_sum / pending.tokens if pending.tokens else 0.0

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from muxtune.durable import staged_folder
+from muxtune.durable import staged_folder, write_text
 from muxtune.errors import AdapterError, ModelError
 from muxtune.models.cache import RECEIPT
 from muxtune.models.layout import INDEX, WEIGHTS, Layout, check_folder, read_json
@@ -92,7 +92,7 @@ def merge_into(
         _copy_files(layout.path, staging, extra_files, dtype)
         difference, effect = compare_logits(adapted, staging) if adapted is not None else (None, None)
         report = MergeReport(dest, changed, difference, effect)
-        (staging / "README.md").write_text(_card(base, report), encoding="utf-8")
+        write_text(staging / "README.md", _card(base, report))
     return report
 
 
@@ -171,7 +171,7 @@ def _write_weights(
             save_file(tensors, staging / shard, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_text(staging / INDEX, json.dumps(index, indent=2) + "\n")
     if changed == 0:
         raise AdapterError("the adapter changes no weight: it is as it started", hint="was it trained?")
     return changed
@@ -210,7 +210,7 @@ def _copy_files(base: Path, staging: Path, extra_files: Sequence[Path], dtype: t
     if dtype is not None:
         config = {**read_json(staging / "config.json"), "dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
-        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_text(staging / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _card(base: ModelFolder, report: MergeReport) -> str:

@@ -2,11 +2,13 @@
 
 A micro-batch trains, or goes forward only (eval, reference), or decodes; it names a task at most once. A train item has
 a task and a denominator, the same in all of a task's items. An optimizer step has a gradient to apply and comes once,
-after the task's last train item. Whether tasks and sequences exist is for whoever holds them to say.
+after the task's last train item; a rate of its own is a number from 0 up. Whether tasks and sequences exist is for
+whoever holds them to say.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from muxtune.errors import StateError
@@ -22,6 +24,7 @@ def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> Non
     for action in schedule.actions:
         if isinstance(action, OptimStep):
             _require(action.task in with_gradient, "has no gradient to apply", action.task)
+            _require(_is_rate(action.lr), f"a learning rate of {action.lr} cannot be applied", action.task)
             with_gradient.remove(action.task)
             stepped.add(action.task)
             continue
@@ -47,6 +50,10 @@ def _require_one_pass(batch: MicroBatch) -> None:
         slots = [ref.index for item in batch.items for ref in item.sequences]
         _require(len({item.source for item in batch.items}) == 1, "a decode micro-batch has one source")
         _require(len(slots) == len(set(slots)), "a decode micro-batch names a sequence twice")
+
+
+def _is_rate(lr: float | None) -> bool:
+    return lr is None or (math.isfinite(lr) and lr >= 0)
 
 
 def _trained(item: WorkItem) -> tuple[str, int]:

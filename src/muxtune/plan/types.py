@@ -66,9 +66,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
-    """Clip, check and apply the accumulated gradient of one task."""
+    """Clip, check and apply the accumulated gradient of one task, at rate `lr` or, None, at its own schedule's."""
 
     task: str
+    lr: float | None = None
 
 
 Action = MicroBatch | OptimStep
@@ -125,8 +126,32 @@ class ActionRecord:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """What ran, action by action, in the order of the schedule."""
+    """What ran, action by action, in the order of the schedule.
+
+    One that ends before its schedule does is that of a round whose next action raised.
+    """
 
     schedule: RoundSchedule
     actions: tuple[ActionRecord, ...]
     wall_s: float
+
+    @property
+    def raised(self) -> Action | None:
+        """The action that raised."""
+        ran = len(self.actions)
+        return self.schedule.actions[ran] if ran < len(self.schedule.actions) else None
+
+    @property
+    def done(self) -> frozenset[str | None]:
+        """The tasks all of whose actions ran."""
+        ran = len(self.actions)
+        before, after = (
+            {task for action in part for task in tasks_of(action)}
+            for part in (self.schedule.actions[:ran], self.schedule.actions[ran:])
+        )
+        return frozenset(before - after)
+
+
+def tasks_of(action: Action) -> tuple[str | None, ...]:
+    """The tasks that take part in an action."""
+    return (action.task,) if isinstance(action, OptimStep) else tuple(item.task for item in action.items)

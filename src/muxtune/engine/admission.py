@@ -91,7 +91,8 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSiz
     job = prepared.job
     longest = max(len(sequence) for sequence in prepared.data.train)
     rows, seen = longest + job.peft.virtual_rows, longest + job.peft.lead
-    widest = max(rows, min(DEFAULT_CHUNK_TOKENS, rows * job.effective_batch))
+    group = job.group_size  # a pair is never parted
+    widest = max(group * rows, min(DEFAULT_CHUNK_TOKENS, group * rows * job.effective_batch))
     parameters = job.peft.parameters(model.places)
     unknown = job.peft.unmatched(model.places)
     if unknown or not parameters:

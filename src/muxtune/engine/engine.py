@@ -3,27 +3,43 @@
 Attaching or detaching a task allocates or frees its adapter and optimizer and touches nothing else: the backbone is
 loaded once and its bytes never change. `execute` is the one primitive; a training round, an evaluation, a reference
 pass and decoding are schedules of it, and so are the client-driven calls `forward_backward`, `forward` and
-`optim_step`.
+`optim_step`. What dpo compares with, the bare backbone's log-probabilities, is such a schedule too (`refer`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from muxtune.data.types import TokenSequence
+from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
+from muxtune.engine.preference import sequence_sums
+from muxtune.engine.references import References
 from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
 from muxtune.peft.registry import build_adapter
+from muxtune.plan.align import split_chunks
 from muxtune.plan.round import Participant, Policy, derive_round
-from muxtune.plan.types import ItemOutcome, OptimStep, RoundRecord, RoundSchedule, StepOutcome, WorkKind
+from muxtune.plan.types import (
+    ItemOutcome,
+    OptimStep,
+    PairSums,
+    RoundRecord,
+    RoundSchedule,
+    SequenceRef,
+    StepOutcome,
+    WorkKind,
+)
 from muxtune.spec.job import JobSpec
 from muxtune.spec.status import JobStatus
 
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_FUSE_TOKENS = 2048
+_REFERENCE = "reference"  # no task's source: those have a slash
 
 
 class Engine:
@@ -34,6 +50,7 @@ class Engine:
         fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
         chunk_tokens: the chunk budget of tasks that start here; a resumed task keeps its own.
         plain: run the plain twin of every fast path.
+        references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
     """
 
     def __init__(
@@ -44,6 +61,7 @@ class Engine:
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
+        references: References | None = None,
     ) -> None:
         self.backbone = backbone
         self.tasks: dict[str, Task] = {}
@@ -51,7 +69,8 @@ class Engine:
         self.policy: Policy = policy
         self._fuse_tokens = fuse_tokens
         self._chunk_tokens = chunk_tokens
-        self._executor = Executor(backbone, self.tasks, self.sources, plain=plain)
+        self.references = references or References()
+        self._executor = Executor(backbone, self.tasks, self.sources, self.references, plain=plain)
         self._rounds = 0
         self.row_invariant = rows_invariant(backbone)
 
@@ -61,6 +80,8 @@ class Engine:
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
         self._check_tokens(job, (*data.train, *data.validation))
+        for sequences in (data.train, data.validation):
+            _require_groups(job, sequences, job.group_size)
         adapter = build_adapter(
             job.peft,
             self.backbone,
@@ -78,7 +99,11 @@ class Engine:
         """Forget a task; what it had not applied is dropped."""
         found = self.task(task)
         found.drop_pending()
-        del self.tasks[found.name], self.sources[found.train_source], self.sources[found.validation_source]
+        del self.tasks[found.name]
+        for source in (found.train_source, found.validation_source):
+            del self.sources[source]
+            self.references.forget(source)
+        self.references.save()
 
     def pause(self, task: Task | str) -> None:
         """Leave a task out of the rounds to come; `resume` brings it back where it was."""
@@ -110,10 +135,40 @@ class Engine:
         self._rounds += 1
         return derive_round(self._rounds, participants, policy=self.policy, fuse_tokens=self._fuse_tokens, kind=kind)
 
+    def refer(self, participants: Sequence[Participant]) -> float:
+        """Compute what the dpo tasks among them will be compared with, where it is not known; the seconds it took.
+
+        One fused forward-only schedule of the bare backbone for all of them, each sequence once.
+        """
+        wanted: dict[bytes, TokenSequence] = {}
+        for participant in participants:
+            source = self.sources[participant.source]
+            if participant.loss == "dpo" and not isinstance(source, DecodeSource):
+                indices = (ref.index for chunk in participant.chunks for ref in chunk)
+                wanted |= self.references.missing(participant.source, {index: source[index] for index in indices})
+        if not wanted:
+            return 0.0
+        sequences = list(wanted.values())
+        chunks = split_chunks([len(sequence) for sequence in sequences], self._fuse_tokens)
+        refs = tuple(tuple(SequenceRef(place, len(sequences[place])) for place in chunk) for chunk in chunks)
+        self.sources[_REFERENCE] = sequences
+        try:
+            lone = [Participant(None, _REFERENCE, refs)]
+            record = self.execute(
+                derive_round(0, lone, policy=self.policy, fuse_tokens=self._fuse_tokens, kind="reference")
+            )
+        finally:
+            del self.sources[_REFERENCE]
+        outcomes = (item for action in record.actions for item in action.items)
+        logprob_n = np.array([value for item in outcomes for value in item.logprobs or ()], np.float64)
+        self.references.learn(wanted, sequence_sums(logprob_n, [one.trained_tokens for one in sequences]))
+        return record.wall_s
+
     def forward_backward(self, batches: Mapping[Task | str, Sequence[TokenSequence]]) -> dict[str, ItemOutcome]:
         """Add the gradients of one batch of each task, in one fused pass; `optim_step` applies them.
 
-        A batch's loss is the mean over its trained tokens.
+        A batch's loss is the mean over its trained tokens; in dpo, over its pairs, which come as chosen, rejected,
+        chosen, rejected, ... Raises DataError for half a pair.
         """
         return self._drive(batches, "train")
 
@@ -135,17 +190,22 @@ class Engine:
         for key, sequences in batches.items():
             task = self.task(key)
             self._check_tokens(task.job, sequences)
+            group = task.job.group_size if kind == "train" else 1
+            _require_groups(task.job, sequences, group)
             source = f"{task.name}/inbox"
             self.sources[source] = sequences
             indices = range(len(sequences))
-            participants.append(participant_of(task.job, source, sequences, indices, task.chunk_tokens))
+            participants.append(participant_of(task.job, source, sequences, indices, task.chunk_tokens, group))
         schedule = derive_round(0, participants, policy=self.policy, fuse_tokens=self._fuse_tokens, kind=kind)
         passes = tuple(action for action in schedule.actions if not isinstance(action, OptimStep))
         try:
+            if kind == "train":
+                self.refer(participants)
             record = self.execute(RoundSchedule(0, passes))
         finally:
             for participant in participants:
                 del self.sources[participant.source]
+                self.references.forget(participant.source)
         merged: dict[str, ItemOutcome] = {}
         for outcome in (item for action in record.actions for item in action.items):
             assert outcome.task is not None
@@ -170,6 +230,15 @@ class Engine:
                 )
 
 
+def _require_groups(job: JobSpec, sequences: Sequence[TokenSequence], group: int) -> None:
+    if len(sequences) % group:
+        raise DataError(
+            f"{len(sequences)} sequences are not whole pairs",
+            where=job.name,
+            hint="dpo takes them as chosen, rejected, chosen, rejected, ...",
+        )
+
+
 def _merge(first: ItemOutcome | None, second: ItemOutcome) -> ItemOutcome:
     if first is None:
         return second
@@ -182,4 +251,5 @@ def _merge(first: ItemOutcome | None, second: ItemOutcome) -> ItemOutcome:
         first.correct + second.correct,
         first.input_tokens + second.input_tokens,
         joined if second.logprobs is not None else None,
+        (first.pairs or PairSums()) + second.pairs if second.pairs is not None else None,
     )

@@ -15,8 +15,8 @@ from typing import Protocol
 from muxtune.engine.engine import Engine
 from muxtune.engine.task import Task
 from muxtune.errors import MuxTuneError
-from muxtune.plan.types import ItemOutcome, RoundRecord, StepOutcome
-from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
+from muxtune.plan.types import ItemOutcome, PairSums, RoundRecord, StepOutcome
+from muxtune.spec.event import EvalResult, Rewards, RunEvent, StepResult, TaskEvent
 from muxtune.spec.status import JobStatus
 
 SAVE_EVERY_S = 600.0
@@ -58,11 +58,14 @@ class Runner:
 
     def run(self) -> Iterator[RunEvent]:
         """Yield events until no attached task has a step left, or `stop` says so."""
-        for event in self._events():
-            folder = self._folders.get(event.task)
-            if folder is not None:
-                folder.record(event)
-            yield event
+        try:
+            for event in self._events():
+                folder = self._folders.get(event.task)
+                if folder is not None:
+                    folder.record(event)
+                yield event
+        finally:
+            self._engine.references.save()
 
     def _events(self) -> Iterator[RunEvent]:
         for task in self._waiting():
@@ -76,8 +79,10 @@ class Runner:
                 if task.status is JobStatus.QUEUED:
                     task.become(JobStatus.RUNNING)
                     yield TaskEvent("resumed" if task.step else "started", task.name, task.step)
-            schedule = self._engine.schedule([task.participant() for task in participants])
-            yield from self._after(self._engine.execute(schedule))
+            members = [task.participant() for task in participants]
+            referred_s = self._engine.refer(members)
+            record = self._engine.execute(self._engine.schedule(members))
+            yield from self._after(record, referred_s + record.wall_s)
         yield from self._set_aside()
 
     def _waiting(self) -> list[Task]:
@@ -87,14 +92,14 @@ class Runner:
         """All that can run: the fairness policy of one tenant."""
         return [task for task in self._engine.tasks.values() if task.runnable]
 
-    def _after(self, record: RoundRecord) -> Iterator[RunEvent]:
+    def _after(self, record: RoundRecord, wall_s: float) -> Iterator[RunEvent]:
         # Whoever hears an event may detach, pause or cancel tasks: what is due is asked of those still in the run.
         outcomes = [
             (self._engine.tasks[step.task], step) for step in (action.step for action in record.actions) if step
         ]
         for task, outcome in outcomes:
             if outcome.error is None:
-                yield step_result(task, outcome, record.wall_s)
+                yield step_result(task, outcome, wall_s)
             elif self._in_run(task):
                 yield self._fail(task, outcome.error)
         stepped = [task for task, outcome in outcomes if outcome.error is None]
@@ -116,8 +121,9 @@ class Runner:
     def _evaluate(self, tasks: Sequence[Task]) -> Iterator[EvalResult]:
         if not tasks:
             return
-        schedule = self._engine.schedule([task.validation_participant() for task in tasks], "eval")
-        record = self._engine.execute(schedule)
+        members = [task.validation_participant() for task in tasks]
+        self._engine.refer(members)
+        record = self._engine.execute(self._engine.schedule(members, "eval"))
         for task in tasks:
             own = [item for action in record.actions for item in action.items if item.task == task.name]
             yield eval_result(task, own)
@@ -201,11 +207,27 @@ def step_result(task: Task, outcome: StepOutcome, wall_s: float) -> StepResult:
         outcome.accuracy,
         task.epoch,
         wall_s,
+        _rewards(outcome.pairs),
     )
 
 
 def eval_result(task: Task, items: Sequence[ItemOutcome]) -> EvalResult:
-    """Mean over all trained tokens of the validation set."""
-    tokens = sum(item.tokens for item in items)
-    loss = sum(item.loss_sum for item in items) / max(1, tokens)
-    return EvalResult(task.name, task.step, loss, sum(item.correct for item in items) / max(1, tokens), tokens)
+    """Mean over all trained tokens, or all pairs, of the validation set."""
+    terms = max(1, sum(item.terms for item in items))
+    loss, accuracy = sum(item.loss_sum for item in items) / terms, sum(item.correct for item in items) / terms
+    pairs = [item.pairs for item in items if item.pairs is not None]
+    return EvalResult(
+        task.name,
+        task.step,
+        loss,
+        accuracy,
+        sum(item.tokens for item in items),
+        _rewards(sum(pairs, PairSums()) if pairs else None),
+    )
+
+
+def _rewards(pairs: PairSums | None) -> Rewards | None:
+    if pairs is None:
+        return None
+    count = max(1, pairs.pairs)
+    return Rewards(pairs.chosen / count, pairs.rejected / count)

@@ -100,6 +100,9 @@ def test_a_bad_line_is_named(tmp_path: Path, row: dict[str, Any], code: str, mes
 
 
 def test_a_file_has_one_layout(tmp_path: Path) -> None:
+    for rows, message in (((TEXTS, TURNS), "is a conversation"), ((TURNS, TEXTS), "is bare text")):
+        line, code, text = problem(tmp_path, *rows)
+        assert (line, code) == (2, "other_shape") and message in text
     for first in (OPENAI, TURNS, MESSAGES, PAIR):
         for other in (OPENAI, TURNS, MESSAGES, PAIR):
             if other is not first:

@@ -50,6 +50,7 @@ class ReferenceCache(PrivateCache[Values]):
         return body
 
     def decode(self, body: bytes) -> Values | None:
+        """None where the two arrays are not what `encode` writes."""
         try:
             arrays = safetensors.numpy.load(body)
             digests, values = arrays["digests"], arrays["values"]

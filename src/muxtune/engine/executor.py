@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource, run_decode
-from muxtune.engine.packing import ItemRows, PackedBatch, pack
+from muxtune.engine.packing import ItemRows, PackedBatch, gathered, pack
 from muxtune.engine.preference import Comparison, compare
 from muxtune.engine.references import References
 from muxtune.engine.task import Task
@@ -136,14 +137,14 @@ class Executor:
     def _train(self, packed: PackedBatch) -> TokenLosses:
         with torch.enable_grad():
             rows_ND = self._predicting_rows(packed)
-        losses = self._losses(rows_ND.detach(), packed.target_N, self._weights(rows_ND.detach(), packed))
+        losses = self._losses(rows_ND.detach(), self._weighed(rows_ND.detach(), packed))
         assert losses.grad_ND is not None
         torch.autograd.backward([rows_ND], [losses.grad_ND])
         return losses
 
     @torch.no_grad()
     def _forward(self, packed: PackedBatch) -> TokenLosses:
-        return self._losses(self._predicting_rows(packed), packed.target_N, None)
+        return self._losses(self._predicting_rows(packed), packed)
 
     def _predicting_rows(self, packed: PackedBatch) -> Tensor:
         dispatches = [
@@ -155,23 +156,21 @@ class Executor:
         current = Pass(AttentionContext(rows.segments), hooks(dispatches, plain=self._plain), rows.given)
         return self._backbone.hidden(rows.ids_T, rows.positions_T, current)[packed.predict_N]
 
-    def _losses(self, rows_ND: Tensor, target_N: Tensor, weight_N: Tensor | None) -> TokenLosses:
+    def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses
-        return losses_of(self._backbone.head, rows_ND, target_N, weight_N)
+        return losses_of(self._backbone.head, rows_ND, packed.target_N, packed.weight_N)
 
-    def _weights(self, rows_ND: Tensor, packed: PackedBatch) -> Tensor | None:
-        """What each trained token weighs in its task's loss: for dpo, after a look at its rows without gradients."""
+    def _weighed(self, rows_ND: Tensor, packed: PackedBatch) -> PackedBatch:
+        """With the weights of dpo's tokens put in, after a look at their rows without gradients."""
         compared = [rows for rows in packed.items if _compares(rows.item)]
-        if not compared or packed.weight_N is None:
-            return packed.weight_N
-        own_N = torch.cat([torch.arange(rows.first, rows.last) for rows in compared]).to(rows_ND.device)
-        seen = self._losses(rows_ND[own_N], packed.target_N[own_N], None).logprob_N.double().cpu().numpy()
-        parts, first = [], 0
-        for rows in compared:
-            size = rows.last - rows.first
-            parts.append(torch.from_numpy(self._comparison(rows, seen[first : first + size]).weight_n))
-            first += size
-        return packed.weight_N.index_copy(0, own_N, torch.cat(parts).to(packed.weight_N))
+        if not compared:
+            return packed
+        own_N, part = gathered(packed, compared)
+        seen_N = self._losses(rows_ND[own_N], part).logprob_N.double().cpu().numpy()
+        weights = [self._comparison(rows, seen_N[rows.first : rows.last]).weight_n for rows in part.items]
+        assert packed.weight_N is not None
+        weight_N = torch.from_numpy(np.concatenate(weights)).to(packed.weight_N)
+        return replace(packed, weight_N=packed.weight_N.index_copy(0, own_N, weight_N))
 
     def _comparison(self, rows: ItemRows, logprob_n: npt.NDArray[np.float64]) -> Comparison:
         assert rows.item.loss is not None

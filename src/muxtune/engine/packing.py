@@ -10,7 +10,7 @@ Legend: T packed rows (padding included), t rows of an item, N trained positions
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,17 @@ class PackedBatch:
     predict_N: Tensor
     target_N: Tensor
     weight_N: Tensor | None  # 1 / denominator of each position's task (of a dpo item: 0); None where nothing trains
+
+
+def gathered(packed: PackedBatch, items: Sequence[ItemRows]) -> tuple[Tensor, PackedBatch]:
+    """The trained positions of some of the items, and the batch that has gathered these alone and weighs none."""
+    own_N = torch.cat([torch.arange(rows.first, rows.last) for rows in items]).to(packed.predict_N.device)
+    moved, first = [], 0
+    for rows in items:
+        last = first + rows.last - rows.first
+        moved.append(replace(rows, first=first, last=last))
+        first = last
+    return own_N, PackedBatch(packed.rows, tuple(moved), packed.predict_N[own_N], packed.target_N[own_N], None)
 
 
 def pack(

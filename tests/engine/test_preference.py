@@ -8,22 +8,26 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from muxtune.engine.engine import Engine
 from muxtune.engine.preference import compare
-from muxtune.engine.task import Sequences, Task
+from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import DataError, StateError
 from muxtune.models import attention
 from muxtune.peft.dropout import keep_mask, row_keys
 from muxtune.peft.registry import build_adapter
-from muxtune.plan.round import Participant
+from muxtune.plan.legal import require_legal
+from muxtune.plan.round import Participant, derive_round
 from muxtune.plan.types import LossSpec, MicroBatch, RoundSchedule, SequenceRef, WorkItem
 from muxtune.spec.peft import Lora
 from tests.engine.build import CPU, backbone_of, exact, run
 from tests.engine.pairs import SFT, TYPES, Outcome, PairTrial, attach, random_pairs, train
 from tests.reference import ReferenceTask, random_lora
 from tests.reference_dpo import DpoResult, batches_of, train_dpo
+from tests.sequences import random_sequences
 from tests.tiny import tiny_model
 
 LORA = PairTrial("lora", Lora(r=4, lora_alpha=8), steps=5, seed=3)
@@ -213,3 +217,41 @@ def test_a_schedule_that_parts_a_pair_or_knows_no_reference_is_refused(places: t
     item = WorkItem("only", "train", task.train_source, refs, LossSpec(1, "dpo", 0.1))
     with pytest.raises(StateError, match=message):
         engine.execute(RoundSchedule(0, (MicroBatch(0, 0, (item,)),)))
+
+
+def test_a_task_that_goes_astray_takes_nobody_with_it() -> None:
+    wild = dataclasses.replace(LORA, name="wild", learning_rate=1e30)
+    backbone = backbone_of("llama")
+    alone, beside = train(backbone, [SFT]), train(backbone, [wild, SFT])
+    assert len(beside["wild"].steps) < wild.steps
+    assert beside["sft"].numbers == alone["sft"].numbers
+    assert torch.equal(beside["sft"].values, alone["sft"].values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tasks=st.lists(
+        st.tuples(st.lists(st.integers(2, 60), min_size=1, max_size=8), st.integers(1, 150), st.booleans()),
+        min_size=1,
+        max_size=4,
+    ),
+    fuse_tokens=st.integers(1, 300),
+)
+def test_no_schedule_parts_a_pair(tasks: list[tuple[list[int], int, bool]], fuse_tokens: int) -> None:
+    """Whatever the lengths, budgets and co-runners; and every pair comes once, in order."""
+    participants, expected = [], {}
+    for number, (lengths, budget, pairs) in enumerate(tasks):
+        job = (PairTrial(str(number), Lora()) if pairs else dataclasses.replace(SFT, name=str(number))).job
+        sequences = random_sequences([*lengths, *lengths], seed=number)
+        indices = range(len(sequences))
+        participants.append(participant_of(job, f"{number}/train", sequences, indices, budget, job.group_size))
+        expected[str(number)] = list(indices)
+    schedule = derive_round(1, participants, policy="fuse-all", fuse_tokens=fuse_tokens)
+    require_legal(schedule)
+    for task, indices in expected.items():
+        items = [item for action in schedule.actions if isinstance(action, MicroBatch) for item in action.items]
+        own = [item for item in items if item.task == task]
+        assert [ref.index for item in own for ref in item.sequences] == indices
+        if tasks[int(task)][2]:
+            assert all(len(item.sequences) % 2 == 0 for item in own)
+            assert {item.loss for item in own} == {LossSpec(len(indices) // 2, "dpo", 0.5)}

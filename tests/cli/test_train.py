@@ -217,3 +217,25 @@ def test_a_terminal_without_colour(shell: Shell, project: Path, tiny_llama: Path
     screen = terminal.read()
     terminal.close()
     assert ended.code == 0 and not ESCAPE.search(screen) and "sql step=4/4" in screen
+
+
+def test_a_preference_job_beside_another(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    taste = {
+        "method": "dpo",
+        "datasets": ["data/pairs.jsonl"],
+        "validation": {"path": "data/pairs.jsonl", "eval_steps": 6},
+        "max_steps": 6,
+    }
+    write_config(project / "taste.yaml", tiny_llama, "taste", {**ONE, "taste": taste})
+    planned = shell.run("train", "taste.yaml", "--dry-run", "--json")
+    (one,) = [job for job in json.loads(planned.out)["jobs"] if job["name"] == "taste"]
+    assert (planned.code, one["examples"], one["sequences"], one["steps"]) == (0, 6, 12, 6)
+    ended = shell.run("train", "taste.yaml")
+    assert ended.code == 0, ended.err
+    assert re.search(r"^taste eval step=6/6 loss=0\.[0-6]\d{3} accuracy=1\.000$", ended.err, re.M)
+    assert "taste completed step=6/6: taste/taste" in ended.err and "Is 3" not in ended.err
+    with open(project / "taste/taste/metrics.csv", newline="") as file:
+        margins = [float(row["train/rewards/margins"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert len(margins) == 6 and margins[0] == pytest.approx(0, abs=1e-6) and margins[-1] > 0.5
+    again = shell.run("train", "taste.yaml", "--set", "jobs.taste.method=sft", "--overwrite")
+    assert again.code == 2 and "are preference pairs, the method is sft" in again.err

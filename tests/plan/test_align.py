@@ -44,6 +44,17 @@ def test_no_split_in_this_order_has_fewer_chunks(lengths: list[int], budget: int
     assert len(split_chunks(lengths, budget)) == fewest[-1]
 
 
+@given(LENGTHS, BUDGETS, st.integers(2, 3))
+def test_groups_are_packed_as_one_sequence_would_be(lengths: list[int], budget: int, group: int) -> None:
+    """No pair is ever parted: the chunks of groups are those of the groups' sums, spelled out."""
+    whole = lengths[: len(lengths) // group * group]
+    sums = [sum(whole[first : first + group]) for first in range(0, len(whole), group)]
+    spelled = tuple(
+        tuple(group * place + part for place in chunk for part in range(group)) for chunk in split_chunks(sums, budget)
+    )
+    assert split_chunks(whole, budget, group) == spelled
+
+
 def test_the_reports_lengths() -> None:
     assert split_chunks([3, 30, 7, 60], 100) == ((0, 1, 2, 3),)
     assert split_chunks([3, 30, 7, 60], 40) == ((0, 1, 2), (3,))

@@ -91,9 +91,16 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
     job, report = prepared.job, prepared.data.report
     found = load_checkpoint(plan.folder) if plan.begin == "continue" else None
     done = found.state.step if found is not None else 0
-    steps = total_steps(job, len(prepared.data.train))
-    share = (steps - done) * min(job.effective_batch, len(prepared.data.train)) / len(prepared.data.train)
+    groups = prepared.data.groups
     rows = report.train_tokens + report.train_sequences * job.peft.virtual_rows
+    steps = total_steps(job, groups)
+    share = (steps - done) * min(job.effective_batch, groups) / groups
+    flops = share * _flops(rows, report.trained_tokens, size, model)
+    if job.method == "dpo":  # at most once the backbone alone, and each time the head once more
+        flops += (
+            min(1, share) * 2 * (report.train_tokens * model.layer_weights + report.trained_tokens * model.head_weights)
+        )
+        flops += share * 2 * report.trained_tokens * model.head_weights
     return Estimate(
         job.name,
         plan.begin,
@@ -106,7 +113,7 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
         done,
         size.parameters,
         size.state_bytes,
-        share * _flops(rows, report.trained_tokens, size, model) / rate * _BESIDE_PRODUCTS,
+        flops / rate * _BESIDE_PRODUCTS,
         (*report.warnings, *filter(None, [size.warning])),
     )
 

@@ -150,7 +150,7 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, chunk_tok
             f"its peft names nothing in the base model: {', '.join(map(repr, unknown)) or job.peft.type}",
             where=f"jobs.{job.name}.peft",
         )
-    widest = max(rows, min(chunk_tokens, rows * job.effective_batch))
+    widest = _widest(job, rows, chunk_tokens)
     return JobSize(
         job,
         seen,
@@ -167,12 +167,17 @@ def _chunk_tokens(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, r
     """The job's chunk budget, where `room` is all that its adapter and activations may take."""
     job, (rows, seen) = prepared.job, _longest(prepared)
     budget = DEFAULT_CHUNK_TOKENS
-    while room is not None and budget > rows:
-        widest = max(rows, min(budget, rows * job.effective_batch))
-        if model.activation_bytes(widest, seen) <= room - _state_bytes(job, model, dtype):
+    while room is not None and budget > job.group_size * rows:
+        if model.activation_bytes(_widest(job, rows, budget), seen) <= room - _state_bytes(job, model, dtype):
             break
         budget //= 2
     return budget
+
+
+def _widest(job: JobSpec, rows: int, chunk_tokens: int) -> int:
+    """Rows of the largest chunk, where sequences have up to `rows`; a pair is never parted."""
+    group = job.group_size * rows
+    return max(group, min(chunk_tokens, group * job.effective_batch))
 
 
 def _longest(prepared: PreparedJob) -> tuple[int, int]:

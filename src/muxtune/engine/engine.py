@@ -3,7 +3,7 @@
 Attaching or detaching a task allocates or frees its adapter and optimizer and touches nothing else: the backbone is
 loaded once and its bytes never change. `execute` is the one primitive; a training round, an evaluation, a reference
 pass and decoding are schedules of it, and so are the client-driven calls `forward_backward`, `forward` and
-`optim_step`.
+`optim_step`. What dpo compares with, the bare backbone's log-probabilities, is such a schedule too (`refer`).
 """
 
 from __future__ import annotations
@@ -11,21 +11,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from muxtune.data.types import TokenSequence
+from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
 from muxtune.engine.limits import require_known
+from muxtune.engine.preference import sequence_sums
+from muxtune.engine.references import References
 from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
 from muxtune.peft.registry import build_adapter
+from muxtune.plan.align import split_chunks
 from muxtune.plan.round import Participant, Policy, derive_round
-from muxtune.plan.types import ItemOutcome, OptimStep, RoundRecord, RoundSchedule, StepOutcome, WorkKind
+from muxtune.plan.types import (
+    ItemOutcome,
+    OptimStep,
+    PairSums,
+    RoundRecord,
+    RoundSchedule,
+    SequenceRef,
+    StepOutcome,
+    WorkKind,
+)
 from muxtune.spec.job import JobSpec
 from muxtune.spec.status import JobStatus
 
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_FUSE_TOKENS = 2048
+_REFERENCE = "reference"  # no task's source: those have a slash
 
 
 class Engine:
@@ -38,6 +54,7 @@ class Engine:
         plain: run the plain twin of every fast path.
         recompute: keep each block's input rows only and run it again in the backward pass: the same bits, for a
             fraction of the activations' memory and one more forward pass.
+        references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
     """
 
     def __init__(
@@ -49,6 +66,7 @@ class Engine:
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
         recompute: bool = False,
+        references: References | None = None,
     ) -> None:
         self.backbone = backbone
         self.tasks: dict[str, Task] = {}
@@ -56,7 +74,8 @@ class Engine:
         self.policy: Policy = policy
         self.fuse_tokens = fuse_tokens
         self._chunk_tokens = chunk_tokens
-        self._executor = Executor(backbone, self.tasks, self.sources, plain=plain, recompute=recompute)
+        self.references = references or References()
+        self._executor = Executor(backbone, self.tasks, self.sources, self.references, plain=plain, recompute=recompute)
         self._rounds = 0
         self.row_invariant = rows_invariant(backbone)
 
@@ -66,6 +85,8 @@ class Engine:
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
         self._check_tokens(job, (*data.train, *data.validation))
+        for sequences in (data.train, data.validation):
+            _require_groups(job, sequences, job.group_size)
         adapter = build_adapter(
             job.peft,
             self.backbone,
@@ -83,7 +104,11 @@ class Engine:
         """Forget a task; what it had not applied is dropped."""
         found = self.task(task)
         found.drop_pending()
-        del self.tasks[found.name], self.sources[found.train_source], self.sources[found.validation_source]
+        del self.tasks[found.name]
+        for source in (found.train_source, found.validation_source):
+            del self.sources[source]
+            self.references.forget(source)
+        self.references.save()
 
     def pause(self, task: Task | str) -> None:
         """Leave a task out of the rounds to come; `resume` brings it back where it was."""
@@ -122,6 +147,7 @@ class Engine:
         finally:
             for name in sources:
                 del self.sources[name]
+                self.references.forget(name)
 
     def fuse_below(self, rows: int) -> None:
         """Bring tasks together in passes of half as many rows, from here on; a pass of `rows` has failed."""
@@ -132,12 +158,38 @@ class Engine:
         self._rounds += 1
         return derive_round(self._rounds, participants, policy=self.policy, fuse_tokens=self.fuse_tokens, kind=kind)
 
+    def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:
+        """Compute what the dpo tasks among them will be compared with; None where all of it is known.
+
+        One fused forward-only schedule of the bare backbone for all of them, each sequence once.
+        """
+        wanted: dict[bytes, TokenSequence] = {}
+        for participant in participants:
+            source = self.sources[participant.source]
+            if participant.loss == "dpo" and not isinstance(source, DecodeSource):
+                indices = (ref.index for chunk in participant.chunks for ref in chunk)
+                wanted |= self.references.missing(participant.source, {index: source[index] for index in indices})
+        if not wanted:
+            return None
+        sequences = list(wanted.values())
+        chunks = split_chunks([len(sequence) for sequence in sequences], self.fuse_tokens)
+        refs = tuple(tuple(SequenceRef(place, len(sequences[place])) for place in chunk) for chunk in chunks)
+        lone = [Participant(None, _REFERENCE, refs)]
+        schedule = derive_round(0, lone, policy=self.policy, fuse_tokens=self.fuse_tokens, kind="reference")
+        with self.lending({_REFERENCE: sequences}):
+            record = self.execute(schedule)
+        outcomes = (item for action in record.actions for item in action.items)
+        logprob_n = np.array([value for item in outcomes for value in item.logprobs or ()], np.float64)
+        self.references.learn(wanted, sequence_sums(logprob_n, [one.trained_tokens for one in sequences]))
+        return record
+
     def forward_backward(self, batches: Mapping[Task | str, Sequence[TokenSequence]]) -> dict[str, ItemOutcome]:
         """Add the gradients of one batch of each task, in one fused pass; `optim_step` applies them.
 
-        A batch's loss is the mean over its trained tokens. Raises StateError for a task named twice or not attached and
-        DataError for a batch that cannot run, before anything has; PassError, with the gradients of all these tasks
-        dropped, where the pass raises.
+        A batch's loss is the mean over its trained tokens; in dpo, over its pairs, which come as chosen, rejected,
+        chosen, rejected, ... Raises StateError for a task named twice or not attached and DataError for a batch that
+        cannot run (half a pair), before anything has; PassError, with the gradients of all these tasks dropped, where
+        the pass raises.
         """
         return self._drive(batches, "train")
 
@@ -155,10 +207,12 @@ class Engine:
         return record.step
 
     def _drive(self, batches: Mapping[Task | str, Sequence[TokenSequence]], kind: WorkKind) -> dict[str, ItemOutcome]:
-        inboxes, participants = self._inboxes(batches)
+        inboxes, participants = self._inboxes(batches, kind)
         schedule = derive_round(0, participants, policy=self.policy, fuse_tokens=self.fuse_tokens, kind=kind)
         passes = tuple(action for action in schedule.actions if not isinstance(action, OptimStep))
         with self.lending(inboxes):
+            if kind == "train":
+                self.refer(participants)
             record = self.execute(RoundSchedule(0, passes))
         merged: dict[str, ItemOutcome] = {}
         for outcome in (item for action in record.actions for item in action.items):
@@ -167,7 +221,7 @@ class Engine:
         return merged
 
     def _inboxes(
-        self, batches: Mapping[Task | str, Sequence[TokenSequence]]
+        self, batches: Mapping[Task | str, Sequence[TokenSequence]], kind: WorkKind
     ) -> tuple[dict[str, Sequence[TokenSequence]], list[Participant]]:
         """The batches as sources, and who brings them; registers nothing."""
         inboxes: dict[str, Sequence[TokenSequence]] = {}
@@ -179,16 +233,27 @@ class Engine:
                 raise StateError("the batches name this task twice", where=task.name, hint="join them into one")
             if not sequences:
                 raise DataError("this task's batch is empty", where=task.name)
+            group = task.job.group_size if kind == "train" else 1
+            _require_groups(task.job, sequences, group)
             self._check_tokens(task.job, sequences)
             inboxes[source] = sequences
             indices = range(len(sequences))
-            participants.append(participant_of(task.job, source, sequences, indices, task.chunk_tokens))
+            participants.append(participant_of(task.job, source, sequences, indices, task.chunk_tokens, group))
         return inboxes, participants
 
     def _check_tokens(self, job: JobSpec, sequences: Sequence[TokenSequence]) -> None:
         for sequence in sequences:
             what = f"example {sequence.index}"
             require_known(sequence.ids, self.backbone, what=what, where=job.name, lead=job.peft.lead)
+
+
+def _require_groups(job: JobSpec, sequences: Sequence[TokenSequence], group: int) -> None:
+    if len(sequences) % group:
+        raise DataError(
+            f"{len(sequences)} sequences are not whole pairs",
+            where=job.name,
+            hint="dpo takes them as chosen, rejected, chosen, rejected, ...",
+        )
 
 
 def _merge(first: ItemOutcome | None, second: ItemOutcome) -> ItemOutcome:
@@ -203,4 +268,5 @@ def _merge(first: ItemOutcome | None, second: ItemOutcome) -> ItemOutcome:
         first.correct + second.correct,
         first.input_tokens + second.input_tokens,
         joined if second.logprobs is not None else None,
+        (first.pairs or PairSums()) + second.pairs if second.pairs is not None else None,
     )

@@ -3,6 +3,8 @@
 `execute` does exactly what a `RoundSchedule` says, action by action, and answers with a `RoundRecord` in the same
 vocabulary. A train micro-batch is one forward and one backward pass of the backbone over the rows of all its items; a
 forward-only one (eval, reference) keeps no graph; a decode one feeds new tokens to the sequences of a `DecodeSource`.
+Where items of dpo train, what their tokens weigh follows from their log-probabilities: the head runs once more on
+their rows alone, before the sweep that makes all gradients; rows of sft have no part in that.
 
 The boundary: it knows tasks by name, and sequences by (source, index). It owns no order, no policy and no clock but the
 one it times actions with.
@@ -12,7 +14,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,7 +25,9 @@ from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource, run_decode
 from muxtune.engine.failure import PassError, brief
 from muxtune.engine.limits import Ids, require_known
-from muxtune.engine.packing import ItemRows, PackedBatch, pack
+from muxtune.engine.packing import ItemRows, PackedBatch, gathered, pack
+from muxtune.engine.preference import Comparison, compare
+from muxtune.engine.references import References
 from muxtune.engine.task import Task
 from muxtune.errors import StateError
 from muxtune.models.attach import Pass
@@ -46,14 +53,15 @@ Source = Sequence[TokenSequence] | DecodeSource
 
 
 class Executor:
-    """Args: `tasks` and `sources` are read at each execute; `plain` selects the twin of every fast path; `recompute`
-    runs each block again in the backward pass instead of keeping its activations."""
+    """Args: `tasks`, `sources`, `references` are read at each execute; `plain` selects the twin of every fast path;
+    `recompute` runs each block again in the backward pass instead of keeping its activations."""
 
     def __init__(
         self,
         backbone: Backbone,
         tasks: Mapping[str, Task],
         sources: Mapping[str, Source],
+        references: References,
         *,
         plain: bool = False,
         recompute: bool = False,
@@ -61,6 +69,7 @@ class Executor:
         self._backbone = backbone
         self._tasks = tasks
         self._sources = sources
+        self._references = references
         self._plain = plain
         self._recompute = recompute
 
@@ -124,6 +133,12 @@ class Executor:
             before = source.states[ref.index].cached if isinstance(source, DecodeSource) else 0
             what, where = f"sequence {ref.index}", item.source
             require_known(_ids_of(source, ref.index), self._backbone, what=what, where=where, before=before, lead=lead)
+            if _compares(item) and self._references.value(item.source, ref.index) is None:
+                raise StateError(
+                    f"the backbone's log-probability of sequence {ref.index} is not known",
+                    where=item.source,
+                    hint="compute it first: Engine.refer",
+                )
 
     def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
         if all(item.kind == "decode" for item in batch.items):
@@ -136,7 +151,7 @@ class Executor:
         adapters = {item.task: self._tasks[item.task].adapter for item in batch.items if item.task is not None}
         packed = pack(batch, sources, adapters, self._backbone.device, self._precision)
         losses = self._train(packed) if batch.trains else self._forward(packed)
-        outcomes = tuple(_outcomes(packed, losses))
+        outcomes = tuple(self._outcomes(packed, losses))
         for outcome in outcomes:
             if outcome.kind == "train" and outcome.task is not None:
                 self._tasks[outcome.task].count(outcome)
@@ -149,7 +164,7 @@ class Executor:
     def _train(self, packed: PackedBatch) -> TokenLosses:
         with torch.enable_grad():
             rows_ND = self._predicting_rows(packed)
-        losses = self._losses(rows_ND.detach(), packed)
+        losses = self._losses(rows_ND.detach(), self._weighed(rows_ND.detach(), packed))
         assert losses.grad_ND is not None
         torch.autograd.backward([rows_ND], [losses.grad_ND])
         return losses
@@ -172,6 +187,38 @@ class Executor:
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses
         return losses_of(self._backbone.head, rows_ND, packed.target_N, packed.weight_N)
+
+    def _weighed(self, rows_ND: Tensor, packed: PackedBatch) -> PackedBatch:
+        """With the weights of dpo's tokens put in, after a look at their rows without gradients."""
+        compared = [rows for rows in packed.items if _compares(rows.item)]
+        if not compared:
+            return packed
+        own_N, part = gathered(packed, compared)
+        seen_N = self._losses(rows_ND[own_N], part).logprob_N.double().cpu().numpy()
+        weights = [self._comparison(rows, seen_N[rows.first : rows.last]).weight_n for rows in part.items]
+        assert packed.weight_N is not None
+        weight_N = torch.from_numpy(np.concatenate(weights)).to(packed.weight_N)
+        return replace(packed, weight_N=packed.weight_N.index_copy(0, own_N, weight_N))
+
+    def _comparison(self, rows: ItemRows, logprob_n: npt.NDArray[np.float64]) -> Comparison:
+        assert rows.item.loss is not None
+        held = [self._references.value(rows.item.source, ref.index) for ref in rows.item.sequences]
+        return compare(logprob_n, rows.counts, [value for value in held if value is not None], rows.item.loss)
+
+    def _outcomes(self, packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:
+        """Per item, summed in float64 in the order of its tokens, so that no co-runner can change a bit."""
+        logprob_N, correct_N = losses.logprob_N.double().cpu().numpy(), losses.correct_N.cpu().numpy()
+        outcomes = []
+        for rows in packed.items:
+            item, own = rows.item, slice(rows.first, rows.last)
+            loss_sum, correct, pairs = float(-logprob_N[own].sum()), int(correct_N[own].sum()), None
+            if _compares(item):
+                found = self._comparison(rows, logprob_N[own])
+                loss_sum, correct, pairs = found.loss_sum, found.preferred, found.sums
+            logprobs = tuple(logprob_N[own].tolist()) if item.kind == "reference" else None
+            tokens = rows.last - rows.first
+            outcomes.append(ItemOutcome(item.task, item.kind, loss_sum, tokens, correct, item.tokens, logprobs, pairs))
+        return outcomes
 
     def _keys(self, rows: ItemRows) -> RowKeys | None:
         assert rows.item.task is not None
@@ -200,22 +247,6 @@ def _tokens_of(source: Source, index: int) -> int:
     return len(source[index]) if 0 <= index < len(source) else 0
 
 
-def _outcomes(packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:
-    """Per item, summed in float64 in the order of its tokens, so that no co-runner can change a bit."""
-    logprob_N, correct_N = losses.logprob_N.double().cpu().numpy(), losses.correct_N.cpu().numpy()
-    outcomes = []
-    for rows in packed.items:
-        own = slice(rows.first, rows.last)
-        logprobs = tuple(logprob_N[own].tolist()) if rows.item.kind == "reference" else None
-        outcomes.append(
-            ItemOutcome(
-                rows.item.task,
-                rows.item.kind,
-                float(-logprob_N[own].sum()),
-                rows.last - rows.first,
-                int(correct_N[own].sum()),
-                rows.item.tokens,
-                logprobs,
-            )
-        )
-    return outcomes
+def _compares(item: WorkItem) -> bool:
+    """Whether the item's loss is one of pairs."""
+    return item.loss is not None and item.loss.kind == "dpo"

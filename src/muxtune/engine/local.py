@@ -28,6 +28,7 @@ from muxtune.data.types import Message
 from muxtune.engine.adapters import Voice, base_voice, read_stored
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
+from muxtune.engine.references import ReferenceCache, References, ground_of
 from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
@@ -73,7 +74,17 @@ class LocalEngine(Engine):
         self.base = resolve(base_model, cache_dir=cache) if isinstance(base_model, str) else base_model
         self.preparer = Preparer(self.base.path, cache_dir=cache / "tokens")
         backbone = load_backbone(self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers)
-        super().__init__(backbone, policy=policy, fuse_tokens=fuse_tokens, plain=plain, recompute=recompute)
+        ground = ground_of(
+            self.base.weights_sha256, backbone.dtype, backbone.device, torch.get_num_threads(), num_hidden_layers, plain
+        )
+        super().__init__(
+            backbone,
+            policy=policy,
+            fuse_tokens=fuse_tokens,
+            plain=plain,
+            recompute=recompute,
+            references=References(ReferenceCache(cache / "references"), ground),
+        )
         self._prepared: dict[str, PreparedJob] = {}
         self._voices: dict[str, Voice] = {}
         self._bare: Voice | None = None

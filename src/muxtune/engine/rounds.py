@@ -36,13 +36,20 @@ class Round:
     """What a round came to. A task is in `raised` or has finished its part, in one of the records."""
 
     records: list[RoundRecord] = field(default_factory=list)
+    referred: list[RoundRecord] = field(default_factory=list)  # of the bare backbone, for dpo
     raised: dict[str, Raised] = field(default_factory=dict)
     parted: list[Parted] = field(default_factory=list)
 
     @property
     def steps(self) -> list[tuple[StepOutcome, float]]:
         """The optimizer steps, and the wall time of what each ran in."""
-        return [(action.step, record.wall_s) for record in self.records for action in record.actions if action.step]
+        referred_s = sum(record.wall_s for record in self.referred)
+        return [
+            (action.step, referred_s + record.wall_s)
+            for record in self.records
+            for action in record.actions
+            if action.step
+        ]
 
     def items(self, task: str) -> list[ItemOutcome]:
         """The passes that count: those of the record in which the task finished."""
@@ -63,7 +70,7 @@ def run_round(engine: Engine, participants: Sequence[Participant], kind: WorkKin
     groups = [list(participants)]
     while groups:
         group = groups.pop(0)
-        failed = _execute(engine, group, kind, found.records)
+        failed = _execute(engine, group, kind, found)
         if failed is None:
             continue
         names, why = failed
@@ -83,14 +90,16 @@ def run_round(engine: Engine, participants: Sequence[Participant], kind: WorkKin
 
 
 def _execute(
-    engine: Engine, group: Sequence[Participant], kind: WorkKind, records: list[RoundRecord]
+    engine: Engine, group: Sequence[Participant], kind: WorkKind, found: Round
 ) -> tuple[tuple[str, ...], Raised] | None:
-    """Run the group; the tasks of the action that raised, and why."""
+    """Run the group; the tasks of the action that raised, and why. The bare backbone runs for the dpo tasks."""
     try:
-        records.append(engine.execute(engine.schedule(group, kind)))
+        found.referred.extend(filter(None, [engine.refer(group)]))
+        found.records.append(engine.execute(engine.schedule(group, kind)))
         return None
     except PassError as error:
-        records.append(error.record)
-        failed = error.tasks, raised_text(error.__cause__ or error)
+        found.records.append(error.record)
+        names = error.tasks or tuple(one.task for one in group if one.task is not None and one.loss == "dpo")
+        failed = names, raised_text(error.__cause__ or error)
     gc.collect()  # the exception held the whole pass; those who run next need its memory
     return failed

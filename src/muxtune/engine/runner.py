@@ -20,8 +20,8 @@ from muxtune.engine.failure import Raised, brief
 from muxtune.engine.rounds import Parted, Round, run_round
 from muxtune.engine.task import Task
 from muxtune.errors import MuxTuneError
-from muxtune.plan.types import ItemOutcome, StepOutcome
-from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
+from muxtune.plan.types import ItemOutcome, PairSums, StepOutcome
+from muxtune.spec.event import EvalResult, Rewards, RunEvent, StepResult, TaskEvent
 from muxtune.spec.status import JobStatus
 
 SAVE_EVERY_S = 600.0
@@ -63,11 +63,14 @@ class Runner:
 
     def run(self) -> Iterator[RunEvent]:
         """Yield events until no attached task has a step left, or `stop` says so."""
-        for event in self._events():
-            folder = self._folders.get(event.task)
-            if folder is not None:
-                folder.record(event)
-            yield event
+        try:
+            for event in self._events():
+                folder = self._folders.get(event.task)
+                if folder is not None:
+                    folder.record(event)
+                yield event
+        finally:
+            self._engine.references.save()
 
     def _events(self) -> Iterator[RunEvent]:
         for task in self._each(self._tasks(), lambda task: task.status is JobStatus.QUEUED):
@@ -227,11 +230,27 @@ def step_result(task: Task, outcome: StepOutcome, wall_s: float) -> StepResult:
         outcome.accuracy,
         task.epoch,
         wall_s,
+        _rewards(outcome.pairs),
     )
 
 
 def eval_result(task: Task, items: Sequence[ItemOutcome]) -> EvalResult:
-    """Mean over all trained tokens of the validation set."""
-    tokens = sum(item.tokens for item in items)
-    loss = sum(item.loss_sum for item in items) / max(1, tokens)
-    return EvalResult(task.name, task.step, loss, sum(item.correct for item in items) / max(1, tokens), tokens)
+    """Mean over all trained tokens, or all pairs, of the validation set."""
+    terms = max(1, sum(item.terms for item in items))
+    loss, accuracy = sum(item.loss_sum for item in items) / terms, sum(item.correct for item in items) / terms
+    pairs = [item.pairs for item in items if item.pairs is not None]
+    return EvalResult(
+        task.name,
+        task.step,
+        loss,
+        accuracy,
+        sum(item.tokens for item in items),
+        _rewards(sum(pairs, PairSums()) if pairs else None),
+    )
+
+
+def _rewards(pairs: PairSums | None) -> Rewards | None:
+    if pairs is None:
+        return None
+    count = max(1, pairs.pairs)
+    return Rewards(pairs.chosen / count, pairs.rejected / count)

@@ -20,7 +20,7 @@ from muxtune.errors import StateError
 from muxtune.peft.base import Adapter
 from muxtune.plan.align import split_chunks
 from muxtune.plan.round import Participant
-from muxtune.plan.types import ItemOutcome, SequenceRef, StepOutcome
+from muxtune.plan.types import ItemOutcome, PairSums, SequenceRef, StepOutcome
 from muxtune.spec.job import JobSpec
 from muxtune.spec.schedule import lr_at, total_steps
 from muxtune.spec.status import JobStatus
@@ -28,7 +28,10 @@ from muxtune.spec.status import JobStatus
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """A task's tokenised examples. `train[i].index` is i, which is also what dropout calls the example."""
+    """A task's tokenised examples. `train[i].index` is i, which is also what dropout calls the example.
+
+    In dpo they are pairs: sequences 2 p and 2 p + 1 are the chosen and the rejected one of pair p.
+    """
 
     train: Sequence[TokenSequence]
     validation: Sequence[TokenSequence] = ()
@@ -46,12 +49,14 @@ class Sequences:
 
 @dataclass(slots=True)
 class _Pending:
-    """Sums over the train items of the optimizer step in progress."""
+    """Sums over the train items of the optimizer step in progress; `terms` is what `loss_sum` has that many of."""
 
     loss_sum: float = 0.0
+    terms: int = 0
     tokens: int = 0
     correct: int = 0
     input_tokens: int = 0
+    pairs: PairSums | None = None
 
 
 class Task:
@@ -64,11 +69,12 @@ class Task:
         self.data = data
         self.chunk_tokens = chunk_tokens
         self.optimizer = FlatAdamW(adapter.parameters, weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm)
-        self.sampler = Sampler(max(1, len(data.train)), job.effective_batch, job.seed, shuffle=job.shuffle)
+        groups = len(data.train) // job.group_size
+        self.sampler = Sampler(max(1, groups), job.effective_batch, job.seed, shuffle=job.shuffle)
         self.status = JobStatus.QUEUED
         self.step = 0  # optimizer steps done
         self.trained_tokens = 0
-        self.total_steps = total_steps(job, len(data.train)) if data.train else job.max_steps or 0
+        self.total_steps = total_steps(job, groups) if data.train else job.max_steps or 0
         self._pending = _Pending()
         self._fingerprint: str | None = None
 
@@ -107,7 +113,8 @@ class Task:
         """The next optimizer step as chunks of sequences."""
         if not self.data.train:
             raise StateError("has no training data to run on", where=self.name, hint="attach it with datasets")
-        indices = self.sampler.batch(self.step)
+        size = self.job.group_size
+        indices = [size * group + place for group in self.sampler.batch(self.step) for place in range(size)]
         return self._participant(self.train_source, self.data.train, indices)
 
     def validation_participant(self) -> Participant:
@@ -116,7 +123,7 @@ class Task:
         return self._participant(self.validation_source, self.data.validation, indices)
 
     def _participant(self, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int]) -> Participant:
-        return participant_of(self.job, source, sequences, indices, self.chunk_tokens)
+        return participant_of(self.job, source, sequences, indices, self.chunk_tokens, self.job.group_size)
 
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
@@ -124,10 +131,14 @@ class Task:
 
     def count(self, outcome: ItemOutcome) -> None:
         """Add a train item to the optimizer step in progress."""
-        self._pending.loss_sum += outcome.loss_sum
-        self._pending.tokens += outcome.tokens
-        self._pending.correct += outcome.correct
-        self._pending.input_tokens += outcome.input_tokens
+        pending = self._pending
+        pending.loss_sum += outcome.loss_sum
+        pending.terms += outcome.terms
+        pending.tokens += outcome.tokens
+        pending.correct += outcome.correct
+        pending.input_tokens += outcome.input_tokens
+        if outcome.pairs is not None:
+            pending.pairs = (pending.pairs or PairSums()) + outcome.pairs
 
     @property
     def has_pending(self) -> bool:
@@ -147,7 +158,7 @@ class Task:
         assert self.has_pending, "a step without a gradient"
         pending, norm = self._pending, self.optimizer.gradient_norm()
         lr = self.learning_rate() if lr is None else lr
-        loss = pending.loss_sum / pending.tokens if pending.tokens else 0.0
+        loss = pending.loss_sum / max(1, pending.terms)
         error = None
         if not math.isfinite(loss):
             error = f"non_finite_loss: the loss is {loss}"
@@ -159,21 +170,37 @@ class Task:
             self.step += 1
             self.trained_tokens += pending.tokens
         self.drop_pending()
-        accuracy = pending.correct / pending.tokens if pending.tokens else 0.0
-        return StepOutcome(self.name, self.step, loss, accuracy, pending.tokens, pending.input_tokens, norm, lr, error)
+        return StepOutcome(
+            self.name,
+            self.step,
+            loss,
+            pending.correct / max(1, pending.terms),
+            pending.tokens,
+            pending.input_tokens,
+            norm,
+            lr,
+            error,
+            pending.pairs,
+        )
 
 
 def participant_of(
-    job: JobSpec, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int], chunk_tokens: int
+    job: JobSpec, source: str, sequences: Sequence[TokenSequence], indices: Sequence[int], chunk_tokens: int, group: int
 ) -> Participant:
-    """Sequences `indices` of a source as chunks, with the denominator of them all. Virtual rows count as tokens do."""
+    """Sequences `indices` of a source as chunks, with the denominator of them all: trained tokens, or pairs.
+
+    `group` of them, in order, stay together. Virtual rows count as tokens do.
+    """
     chosen = [sequences[index] for index in indices]
     virtual = job.peft.virtual_rows
-    chunks = split_chunks([len(sequence) + virtual for sequence in chosen], chunk_tokens)
+    chunks = split_chunks([len(sequence) + virtual for sequence in chosen], chunk_tokens, group)
+    terms = len(chosen) // group if group > 1 else int(np.sum([sequence.trained_tokens for sequence in chosen]))
     return Participant(
         job.name,
         source,
         tuple(tuple(SequenceRef(indices[place], len(chosen[place])) for place in chunk) for chunk in chunks),
-        int(np.sum([sequence.trained_tokens for sequence in chosen])) or 1,
+        terms or 1,
         virtual,
+        job.method,
+        job.beta or 0.0,
     )

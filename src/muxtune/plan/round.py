@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from muxtune.plan.types import Action, LossSpec, MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem, WorkKind
+from muxtune.plan.types import (
+    Action,
+    LossKind,
+    LossSpec,
+    MicroBatch,
+    OptimStep,
+    RoundSchedule,
+    SequenceRef,
+    WorkItem,
+    WorkKind,
+)
 
 Policy = Literal["sequential", "fuse-all"]
 
@@ -21,7 +31,8 @@ Policy = Literal["sequential", "fuse-all"]
 class Participant:
     """What one task brings to a round: its chunks, in order, of sequences of `source`.
 
-    `virtual_rows` are those that its adapter puts before each sequence.
+    `denominator`, `loss` and `beta` are what `LossSpec` says of them; `virtual_rows` are those that its adapter puts
+    before each sequence.
     """
 
     task: str | None
@@ -29,6 +40,8 @@ class Participant:
     chunks: tuple[tuple[SequenceRef, ...], ...]
     denominator: int = 1
     virtual_rows: int = 0
+    loss: LossKind = "sft"
+    beta: float = 0.0
 
     @property
     def widest(self) -> int:
@@ -69,5 +82,6 @@ def fuse(participants: Sequence[Participant], policy: Policy, fuse_tokens: int) 
 
 
 def _item(member: Participant, chunk: int, kind: WorkKind) -> WorkItem:
-    loss = LossSpec(member.denominator) if kind == "train" else None
+    compares = kind == "train" or (kind == "eval" and member.loss == "dpo")
+    loss = LossSpec(member.denominator, member.loss, member.beta) if compares else None
     return WorkItem(member.task, kind, member.source, member.chunks[chunk], loss)

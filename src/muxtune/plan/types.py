@@ -2,7 +2,8 @@
 
 A `RoundSchedule` is one round - at most one optimizer step of each participant - as a list of actions in launch order.
 It holds names, indices and integers only: frozen, serialisable, printable without a device. Sequences are named by
-(source, index); the engine resolves them in the sources registered with it. The executor does exactly what the
+(source, index); the engine resolves them in the sources registered with it, and so it does the reference values that
+dpo compares with. The executor does exactly what the
 schedule says and answers with a `RoundRecord` in the same vocabulary.
 
 Legal schedules: the items of one `MicroBatch` either all train or all only go forward; a task has at most one item in
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 WorkKind = Literal["train", "eval", "reference", "decode"]
+LossKind = Literal["sft", "dpo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,19 @@ class SequenceRef:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """`denominator`: trained tokens of the task's whole optimizer batch, all micro-batches (design contract 2)."""
+    """What an item's loss is: a sum over `denominator`, which is that of the task's whole optimizer batch, all
+    micro-batches (design contract 2).
+
+        sft     of -log p over trained tokens; the denominator counts them
+        dpo     of -log sigmoid(m) over pairs; the denominator counts these
+                m = beta ((log p - log q)(chosen) - (log p - log q)(rejected)), q the bare backbone
+
+    A dpo item's sequences are whole pairs: an even index of the source, the chosen response, then the next one.
+    """
 
     denominator: int
+    kind: LossKind = "sft"
+    beta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +94,23 @@ class RoundSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemOutcome:
-    """What a train, eval or reference item came to: sums over its trained tokens.
+class PairSums:
+    """What the pairs of an item came to: how many, and the sums of their rewards, beta (log p - log q)."""
 
-    `logprobs` (one per trained token, in order) is kept for reference items only.
+    pairs: int = 0
+    chosen: float = 0.0
+    rejected: float = 0.0
+
+    def __add__(self, other: PairSums) -> PairSums:
+        return PairSums(self.pairs + other.pairs, self.chosen + other.chosen, self.rejected + other.rejected)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemOutcome:
+    """What a train, eval or reference item came to: sums over its trained tokens - or over its pairs, of a dpo item.
+
+    `correct` counts tokens that were the argmax, or pairs whose margin is positive. `logprobs` (one per trained token,
+    in order) is kept for reference items only.
     """
 
     task: str | None
@@ -95,6 +120,12 @@ class ItemOutcome:
     correct: int
     input_tokens: int
     logprobs: tuple[float, ...] | None = None
+    pairs: PairSums | None = None  # of a dpo item
+
+    @property
+    def terms(self) -> int:
+        """How many terms `loss_sum` and `correct` are sums of: trained tokens, or pairs."""
+        return self.tokens if self.pairs is None else self.pairs.pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +141,7 @@ class StepOutcome:
     grad_norm: float
     lr: float
     error: str | None = None
+    pairs: PairSums | None = None  # of a dpo task's whole batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
 from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
 from muxtune.spec.job import JobSpec
+from muxtune.spec.peft.targets import refuse_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSiz
     rows, seen = longest + job.peft.virtual_rows, longest + job.peft.lead
     widest = max(rows, min(DEFAULT_CHUNK_TOKENS, rows * job.effective_batch))
     parameters = job.peft.parameters(model.places)
+    _refuse_ends(job, model)
     unknown = job.peft.unmatched(model.places)
     if unknown or not parameters:
         raise AdapterError(
@@ -109,6 +111,13 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSiz
         model.activation_bytes(widest, seen),
         job.peft.flops_per_token(model.places),
     )
+
+
+def _refuse_ends(job: JobSpec, model: Footprint) -> None:
+    try:
+        refuse_ends(job.peft, model.places)
+    except AdapterError as error:
+        raise AdapterError(error.message, where=f"jobs.{job.name}.peft", hint=error.hint) from None
 
 
 def _too_large(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource, run_decode
+from muxtune.engine.head import hooked_rows
 from muxtune.engine.packing import ItemRows, PackedBatch, pack
 from muxtune.engine.task import Task
 from muxtune.errors import StateError
@@ -138,7 +139,19 @@ class Executor:
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses
-        return losses_of(self._backbone.head, rows_ND, packed.target_N, packed.weight_N)
+        hooked = hooked_rows(self._gathered(packed), self._backbone.head)
+        return losses_of(self._backbone.head, rows_ND, packed.target_N, packed.weight_N, hooked)
+
+    def _gathered(self, packed: PackedBatch) -> list[Dispatch]:
+        """Whose the gathered rows are, for the adapters that hook the head."""
+        found = []
+        for rows in packed.items:
+            adapter = self._tasks[rows.item.task].adapter if rows.item.task is not None else None
+            if adapter is not None and self._backbone.head.name in adapter.modules:
+                keys = self._keys(rows)
+                own_keys = keys.at(packed.predict_N[rows.first : rows.last] - rows.start) if keys is not None else None
+                found.append(Dispatch(rows.first, rows.last, adapter, own_keys))
+        return found
 
     def _keys(self, rows: ItemRows) -> RowKeys | None:
         assert rows.item.task is not None

@@ -120,7 +120,8 @@ class Executor:
             rows_ND = self._predicting_rows(packed)
         losses = self._losses(rows_ND.detach(), packed)
         assert losses.grad_ND is not None
-        torch.autograd.backward([rows_ND], [losses.grad_ND])
+        if rows_ND.requires_grad:  # else nothing below the head is trained
+            torch.autograd.backward([rows_ND], [losses.grad_ND])
         return losses
 
     @torch.no_grad()

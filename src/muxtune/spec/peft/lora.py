@@ -84,10 +84,10 @@ class Lora(PeftBase):
         return self._matrices(chosen) + magnitudes
 
     def flops_per_token(self, places: Iterable[Place]) -> int:
-        # Products alone; a multiply-add is 2. Forward, the input's gradient and the parameters' gradient cost the same
-        # product each; PiSSA's frozen pair has no third. A DoRA whose input drops out asks the weight once more, both
-        # ways; the norms of its rows are made once a step, not once a token. The embedding's A is looked up: there is
-        # no product with its entries, and no gradient of an input. The head runs on trained tokens alone.
+        """Products alone; a multiply-add is 2. Forward, the input's gradient and the parameters' gradient cost the same
+        product each; PiSSA's frozen pair has no third. A DoRA whose input drops out asks the weight once more, both
+        ways; the norms of its rows are made once a step, not once a token. The embedding's A is looked up: there is no
+        product with its entries, and no gradient of an input. The head runs on trained tokens alone."""
         chosen = self._targeted(places)
         looked_up = sum(self.r * place.inputs for place in chosen if place.kind == "embedding")
         products = (3 + 2 * self.pissa) * (self._matrices(chosen) - looked_up)

@@ -15,13 +15,16 @@ from muxtune.engine.load import load_backbone
 from muxtune.engine.merge import merge_adapter
 from muxtune.errors import AdapterError
 from tests.engine.build import backbone_of
-from tests.engine.ends import ARCHS, embedding_of, on_ends
+from tests.engine.ends import embedding_of, on_ends
 from tests.engine.linears import start_state
 from tests.engine.test_merge import logits, written
 from tests.models.merging import load, model_folder
 from tests.tiny import tiny_folder
 
-NAMES = ("both", "embedding", "head")
+CASES = [
+    *((arch, name) for arch in ("llama", "llama-tied") for name in ("both", "embedding", "head")),
+    *(("gpt2", "both"), ("gemma2", "head"), ("gemma3", "embedding"), ("opt-350m", "both")),
+]
 TIED = {"llama-tied", "gpt2", "gemma2", "gemma3", "opt-350m"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True"),
@@ -35,8 +38,7 @@ def adapter_on(arch: str, name: str, dest: Path) -> tuple[Path, dict[str, Tensor
     return written(arch, trial.peft, state, dest), state
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("arch", "name"), CASES)
 def test_merged_answers_as_base_and_adapter_in_peft(arch: str, name: str, tmp_path: Path) -> None:
     base = model_folder(tiny_folder(tmp_path / "base", arch), tmp_path)
     adapter, state = adapter_on(arch, name, tmp_path / "a")

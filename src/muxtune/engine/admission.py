@@ -26,6 +26,7 @@ from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
 from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
 from muxtune.spec.job import JobSpec
+from muxtune.spec.peft.targets import refuse_ends
 
 _PROCESS_STEP = 2**28  # bytes: two processes that do the same differ by less, mostly
 
@@ -144,6 +145,7 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, chunk_tok
     job = prepared.job
     rows, seen = _longest(prepared)
     parameters = job.peft.parameters(model.places)
+    _refuse_ends(job, model)
     unknown = job.peft.unmatched(model.places)
     if unknown or not parameters:
         raise AdapterError(
@@ -188,6 +190,13 @@ def _longest(prepared: PreparedJob) -> tuple[int, int]:
 
 def _state_bytes(job: JobSpec, model: Footprint, dtype: torch.dtype) -> int:
     return job.peft.state_bytes(model.places) * (torch.promote_types(dtype, torch.float32).itemsize // 4)
+
+
+def _refuse_ends(job: JobSpec, model: Footprint) -> None:
+    try:
+        refuse_ends(job.peft, model.places)
+    except AdapterError as error:
+        raise AdapterError(error.message, where=f"jobs.{job.name}.peft", hint=error.hint) from None
 
 
 def _too_large(

@@ -24,6 +24,7 @@ from torch import Tensor
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource, run_decode
 from muxtune.engine.failure import PassError, brief
+from muxtune.engine.head import hooked_rows
 from muxtune.engine.limits import Ids, require_known
 from muxtune.engine.packing import ItemRows, PackedBatch, gathered, pack
 from muxtune.engine.preference import Comparison, compare
@@ -166,7 +167,8 @@ class Executor:
             rows_ND = self._predicting_rows(packed)
         losses = self._losses(rows_ND.detach(), self._weighed(rows_ND.detach(), packed))
         assert losses.grad_ND is not None
-        torch.autograd.backward([rows_ND], [losses.grad_ND])
+        if rows_ND.requires_grad:  # else nothing below the head is trained
+            torch.autograd.backward([rows_ND], [losses.grad_ND])
         return losses
 
     @torch.no_grad()
@@ -186,7 +188,19 @@ class Executor:
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses
-        return losses_of(self._backbone.head, rows_ND, packed.target_N, packed.weight_N)
+        hooked = hooked_rows(self._gathered(packed), self._backbone.head)
+        return losses_of(self._backbone.head, rows_ND, packed.target_N, packed.weight_N, hooked)
+
+    def _gathered(self, packed: PackedBatch) -> list[Dispatch]:
+        """Whose the gathered rows are, for the adapters that hook the head."""
+        found = []
+        for rows in packed.items:
+            adapter = self._tasks[rows.item.task].adapter if rows.item.task is not None else None
+            if adapter is not None and self._backbone.head.name in adapter.modules:
+                keys = self._keys(rows)
+                own_keys = keys.at(packed.predict_N[rows.first : rows.last] - rows.start) if keys is not None else None
+                found.append(Dispatch(rows.first, rows.last, adapter, own_keys))
+        return found
 
     def _weighed(self, rows_ND: Tensor, packed: PackedBatch) -> PackedBatch:
         """With the weights of dpo's tokens put in, after a look at their rows without gradients."""

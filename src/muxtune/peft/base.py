@@ -29,7 +29,7 @@ from muxtune.spec.peft import Place
 
 
 class BaseOp(Protocol):
-    """A frozen operator of the backbone, as the PEFT layer sees it. `kind`: linear, norm or mlp."""
+    """A frozen operator of the backbone, as the PEFT layer sees it. `kind`: linear, norm, mlp, embedding or head."""
 
     @property
     def name(self) -> str: ...
@@ -68,12 +68,37 @@ class NormBase(BaseOp, Protocol):
     def forward_with(self, parameters: Mapping[str, Tensor], x_tD: Tensor) -> Tensor: ...
 
 
+class EndBase(BaseOp, Protocol):
+    """The token embedding or the head. A model may tie both to one `table`."""
+
+    @property
+    def table(self) -> Tensor:
+        """The weight, a row an entry of the vocabulary; without memory where the model was never loaded."""
+        ...
+
+
+class EmbeddingBase(EndBase, Protocol):
+    """Rows looked up by id and scaled; its input rows are ids, [t] int64."""
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def padding_id(self) -> int | None:
+        """The entry for which nothing is learned."""
+        ...
+
+
 class BackboneView(Protocol):
     """What a PEFT type may know of a backbone when it builds an adapter."""
 
     @property
     def ops(self) -> Mapping[str, BaseOp]:
-        """Every attach point by full module path, in the order of the layers."""
+        """Every attach point of the layers by full module path, in their order."""
+        ...
+
+    @property
+    def ends(self) -> Mapping[str, EndBase]:
+        """The token embedding and the head, by full module path: attach points that are only hooked by name."""
         ...
 
     @property
@@ -83,7 +108,7 @@ class BackboneView(Protocol):
 
     @property
     def places(self) -> Sequence[Place]:
-        """The token embedding and the attach points, as specs see them."""
+        """All attach points, as specs see them."""
         ...
 
     @property

@@ -107,15 +107,17 @@ def read_tensors(
     why_extra: Callable[[str], str],
     base_sha256: str | None = None,
     integers: Collection[str] = (),
+    optional: Mapping[str, Shape] | None = None,
 ) -> StoredTensors:
-    """The tensors of an adapter folder that anyone may have written, which must be exactly those of `layout`: fp32, and
-    int64 those of `integers`.
+    """The tensors of an adapter folder that anyone may have written, which must be exactly those of `layout`, and
+    perhaps some of `optional`: fp32, and int64 those of `integers`.
 
     Args:
         config: of the folder, which the type has judged.
         layout: name and shape of each, as the type derives them from the config and the model.
         why_extra: says in words why a tensor of that name is none of them.
         base_sha256: the hash of the loaded base weights; an adapter whose manifest names another is refused.
+        optional: tensors that may be there as well; they come in the dtype of the file.
 
     Raises:
         AdapterError: whatever is wrong, before any memory is spent on the tensors.
@@ -124,9 +126,13 @@ def read_tensors(
     _check_base(manifest, base_sha256, folder)
     weights = folder / WEIGHTS_FILE
     with SafetensorsFile(weights) as file:
-        check_layout(file.tensors, layout, why_extra=why_extra, where=str(weights), integers=integers)
+        check_layout(
+            file.tensors, layout, why_extra=why_extra, where=str(weights), integers=integers, optional=optional
+        )
         tensors = {
             name: tensor.to(torch.int64 if name in integers else torch.float32).contiguous()
+            if name in layout
+            else tensor
             for name, tensor in file.load().items()
         }
     for name, tensor in tensors.items():

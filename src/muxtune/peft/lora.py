@@ -5,6 +5,8 @@ training starts from the backbone itself. Each matrix is drawn from a generator 
 and the attach point's name: the same seed gives the same adapter whatever else runs. Arithmetic is in the adapter's
 own precision (fp32 on a bf16 backbone), as in peft.
 
+At the token embedding and the head it is `muxtune.peft.lora_ends`.
+
 B is stored transposed, [R, O], so that every product reads and writes rows of full width: with [O, R] and R = 8 two of
 the six run 2-10 times slower in MKL (from 16 columns on there is no difference).
 
@@ -14,14 +16,18 @@ Legend: t rows of one task, I input features, O output features, R rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from muxtune.peft.base import Adapter, BaseOp, PlainModule
+from muxtune.peft.base import Adapter, BaseOp, EmbeddingBase, PlainModule
 from muxtune.peft.dropout import RowKeys, keep_mask
+from muxtune.peft.lora_ends import LoraEmbeddingModule
 from muxtune.peft.parameters import FlatParameters
-from muxtune.peft.start import uniform
+from muxtune.peft.start import normal, uniform
+
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 
 
 class LowRankModule(PlainModule):
@@ -97,12 +103,24 @@ class LoraModule(LowRankModule):
 
 
 class LowRankAdapter(Adapter):
-    """A pair at each of its attach points, `lora_A` [R, I] and `lora_B` [O, R] among its parameters."""
+    """A pair at each of its attach points, `lora_A` [R, I] and `lora_B` [O, R] among its parameters; at the token
+    embedding `lora_embedding_A` [R, V] and `lora_embedding_B` [E, R]."""
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Attach point -> (A [R, I], B [O, R]), detached views of the live values."""
+        """Attach point -> (A [R, I], B [O, R]), detached views of the live values; the embedding is not among them."""
+        return self._pairs("lora_A", "lora_B")
+
+    def embedding_pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The embedding, where it is hooked -> (A [R, V], B [E, R])."""
+        return self._pairs(EMBEDDING_A, EMBEDDING_B)
+
+    def _pairs(self, first: str, second: str) -> dict[str, tuple[Tensor, Tensor]]:
         views = self.parameters.views
-        return {name: (views[f"{name}.lora_A"].detach(), views[f"{name}.lora_B"].detach()) for name in self.modules}
+        return {
+            name: (views[f"{name}.{first}"].detach(), views[f"{name}.{second}"].detach())
+            for name in self.modules
+            if f"{name}.{first}" in views
+        }
 
 
 class LoraAdapter(LowRankAdapter):
@@ -129,11 +147,11 @@ class LoraAdapter(LowRankAdapter):
         ops = list(ops)
         parameters = low_rank_parameters(ops, r, dtype, device)
         draw_start(ops, parameters, seed)
-        modules = {op.name: LoraModule(op.name, *pair_of(op, parameters), scale, dropout) for op in ops}
+        modules = {op.name: _module(op, pair_of(op, parameters), scale, dropout) for op in ops}
         super().__init__(modules, parameters, stochastic=dropout > 0)
 
     def load_pairs(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Take the values of `pairs`, which must cover exactly this adapter's attach points."""
+        """Take the values of `pairs`, which must cover exactly this adapter's attach points, none the embedding."""
         tensors = {f"{name}.lora_A": pair[0] for name, pair in pairs.items()}
         self.load(tensors | {f"{name}.lora_B": pair[1] for name, pair in pairs.items()})
 
@@ -141,25 +159,44 @@ class LoraAdapter(LowRankAdapter):
 def low_rank_parameters(
     ops: Sequence[BaseOp], r: int, dtype: torch.dtype, device: torch.device, *, magnitudes: bool = False
 ) -> FlatParameters:
-    """`NAME.lora_A` [R, I] and `NAME.lora_B` [O, R] for each op, zero; `NAME.lora_magnitude_vector` [O] if asked."""
+    """A [R, I] and B [O, R] for each op, zero, by `names_of`; `NAME.lora_magnitude_vector` [O] if asked."""
     shapes: dict[str, tuple[int, ...]] = {}
+    turned = set()
     for op in ops:
-        shapes[f"{op.name}.lora_A"] = (r, op.in_features)
-        shapes[f"{op.name}.lora_B"] = (op.out_features, r)
+        first, second = names_of(op)
+        shapes[first], shapes[second] = (r, op.in_features), (op.out_features, r)
+        turned |= {second} if op.kind != "embedding" else {first, second}
         if magnitudes:
             shapes[f"{op.name}.lora_magnitude_vector"] = (op.out_features,)
-    turned = {name for name in shapes if name.endswith(".lora_B")}
     return FlatParameters(shapes, dtype, device, columns_first=turned)
 
 
 def pair_of(op: BaseOp, parameters: FlatParameters) -> tuple[Tensor, Tensor]:
     """The leaves A [R, I] and B [O, R] of one attach point."""
-    return parameters.views[f"{op.name}.lora_A"], parameters.views[f"{op.name}.lora_B"]
+    first, second = names_of(op)
+    return parameters.views[first], parameters.views[second]
+
+
+def names_of(op: BaseOp) -> tuple[str, str]:
+    """What A and B of an attach point are called."""
+    if op.kind == "embedding":
+        return f"{op.name}.{EMBEDDING_A}", f"{op.name}.{EMBEDDING_B}"
+    return f"{op.name}.lora_A", f"{op.name}.lora_B"
+
+
+def _module(op: BaseOp, pair: tuple[Tensor, Tensor], scale: float, dropout: float) -> LoraModule | LoraEmbeddingModule:
+    if op.kind != "embedding":
+        return LoraModule(op.name, *pair, scale, dropout)
+    embedding = cast("EmbeddingBase", op)
+    return LoraEmbeddingModule(*pair, scale * embedding.scale, embedding.padding_id)
 
 
 @torch.no_grad()
 def draw_start(ops: Iterable[BaseOp], parameters: FlatParameters, seed: int) -> None:
-    """Each A as it starts; B stays zero."""
+    """Each A as it starts; B stays zero. At the embedding it is the other way round."""
     for op in ops:
-        a_RI, _ = pair_of(op, parameters)
-        a_RI.copy_(uniform(seed, f"{op.name}/lora_A", a_RI.shape))
+        a_RI, b_OR = pair_of(op, parameters)
+        if op.kind == "embedding":
+            b_OR.copy_(normal(seed, f"{op.name}/{EMBEDDING_B}", b_OR.shape))
+        else:
+            a_RI.copy_(uniform(seed, f"{op.name}/lora_A", a_RI.shape))

@@ -1,6 +1,7 @@
 """One BaseOp, many adapters: the shared operator runs once on the rows of all tasks, each adapter on its own slice.
 
-`hooks` turns the dispatches of a micro-batch into one hook an attach point. At a linear, the fast path is a single
+`hooks` turns the dispatches of a micro-batch into one hook an attach point. At a linear, and at the token embedding
+(whose rows are ids and have no gradient), the fast path is a single
 autograd node: its forward runs the frozen operator and lets each module aggregate; its backward computes the input
 gradient once and writes parameter gradients straight into the tasks' buffers. Modules that add come as a hand-written
 pair and work in place. Any other module keeps a small graph of its own between the node's forward and backward; its
@@ -82,7 +83,7 @@ def _hook(shares: _Shares, apply: Callable[[BaseOp, Tensor, _Shares], Tensor]) -
 
 
 def _apply(op: BaseOp, x_TI: Tensor, shares: _Shares) -> Tensor:
-    if op.kind != "linear":
+    if op.kind not in ("linear", "embedding"):
         return _apply_plain(op, x_TI, shares)
     anchor = shares.members[0].module.parameters[0]
     training = torch.is_grad_enabled()

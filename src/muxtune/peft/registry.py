@@ -37,6 +37,7 @@ from muxtune.spec.peft import (
     PromptTuning,
     Shira,
 )
+from muxtune.spec.peft.targets import refuse_ends
 
 
 class PeftType(Protocol):
@@ -101,7 +102,12 @@ READERS: Mapping[str, PeftType] = {  # by the peft_type of adapter_config.json
 def build_adapter(
     spec: PeftBase, view: BackboneView, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
-    """A fresh adapter of any type. `dtype` is the backbone's; parameters are never below float32."""
+    """A fresh adapter of any type. `dtype` is the backbone's; parameters are never below float32.
+
+    Raises AdapterError as `PeftType.build`, and where the spec names the embedding or the head and its type has no
+    place there.
+    """
+    refuse_ends(spec, view.places)
     precise = torch.promote_types(dtype, torch.float32)
     return TYPES[type(spec)].build(spec, view, seed=seed, dtype=precise, device=device)
 

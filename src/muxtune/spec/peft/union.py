@@ -23,10 +23,10 @@ from muxtune.spec.peft.prompt_tuning import PromptTuning
 from muxtune.spec.peft.shira import Shira
 from muxtune.spec.scalars import clip, nearest
 
-# A short name, the type it is of, and the key that makes it so.
-_SHORT_NAMES: Mapping[str, tuple[str, str, object]] = {
-    "dora": ("lora", "use_dora", True),
-    "rslora": ("lora", "use_rslora", True),
+# A short name, the type it is of, and the key that makes it so with its value as a config would write it.
+_SHORT_NAMES: Mapping[str, tuple[str, str, str]] = {
+    "dora": ("lora", "use_dora", "true"),
+    "rslora": ("lora", "use_rslora", "true"),
     "pissa": ("lora", "init_lora_weights", "pissa"),
     "houlsby": ("bottleneck", "placement", "houlsby"),
     "pfeiffer": ("bottleneck", "placement", "pfeiffer"),
@@ -49,6 +49,12 @@ def peft_family(type_name: str) -> str:
     """The PEFT type a name stands for: `dora` is of the family `lora`. Unknown names stand for themselves."""
     name = type_name.lower()
     return _SHORT_NAMES[name][0] if name in _SHORT_NAMES else name
+
+
+def short_setting(type_name: str) -> tuple[str, str] | None:
+    """What a short name sets, as (key, text): `dora` sets use_dora to true. None for a name that is not short."""
+    name = type_name.lower()
+    return _SHORT_NAMES[name][1:] if name in _SHORT_NAMES else None
 
 
 def read_peft(value: object) -> object:

@@ -23,6 +23,14 @@ def test_every_key_and_alias_is_documented() -> None:
     assert expected - named == set()
 
 
+def test_the_table_of_aliases_is_the_code_s() -> None:
+    lines = set((ROOT / "docs" / "config.md").read_text().splitlines())
+    rows = [f"| `{alias.name}` | `{alias.ours}` | {alias.tools} |" for alias in (*RUN_ALIASES, *JOB_ALIASES)]
+    assert [row for row in rows if row not in lines] == []
+    text = " ".join((ROOT / "docs" / "config.md").read_text().split())
+    assert [alias.name for alias in PEFT_ALIASES if f"`{alias.name}` for `{alias.ours}`" not in text] == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", path.read_text())

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from muxtune.errors import ConfigError
-from muxtune.spec.aliases import RUN_ALIASES, canonical_run
+from muxtune.spec.aliases import canonical_run, is_run_alias
 from muxtune.spec.border import Spec
 from muxtune.spec.drafts import RUN_KEYS, Draft, read_drafts
 from muxtune.spec.expand import expanded
@@ -67,7 +67,7 @@ def load_run(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Resolved
 
 def _sets_run(override: Override) -> bool:
     key = override.path[0]
-    return key in RUN_KEYS or key == "matrix" or any(key == alias.name for alias in RUN_ALIASES)
+    return key in RUN_KEYS or key == "matrix" or is_run_alias(key)
 
 
 def _finished(draft: Draft, folder: str) -> Table:

@@ -33,6 +33,15 @@ _SHORT_NAMES: Mapping[str, tuple[str, str, str]] = {
     "parallel": ("bottleneck", "placement", "parallel"),
 }
 
+# What other tools call a type: PEFT's name for biases, AdapterHub's for the placements, LLM-Adapters' with a hyphen.
+_OTHER_NAMES: Mapping[str, str] = {
+    "beft": "bitfit",
+    "double_seq_bn": "houlsby",
+    "seq_bn": "pfeiffer",
+    "par_bn": "parallel",
+    "prefix-tuning": "prefix_tuning",
+}
+
 PEFT_SPECS: Mapping[str, type[PeftBase]] = {
     "lora": Lora,
     "ia3": IA3,
@@ -45,15 +54,20 @@ PEFT_SPECS: Mapping[str, type[PeftBase]] = {
 }
 
 
+def _our_name(type_name: str) -> str:
+    name = type_name.lower()
+    return _OTHER_NAMES.get(name, name)
+
+
 def peft_family(type_name: str) -> str:
     """The PEFT type a name stands for: `dora` is of the family `lora`. Unknown names stand for themselves."""
-    name = type_name.lower()
+    name = _our_name(type_name)
     return _SHORT_NAMES[name][0] if name in _SHORT_NAMES else name
 
 
 def short_setting(type_name: str) -> tuple[str, str] | None:
     """What a short name sets, as (key, text): `dora` sets use_dora to true. None for a name that is not short."""
-    name = type_name.lower()
+    name = _our_name(type_name)
     return _SHORT_NAMES[name][1:] if name in _SHORT_NAMES else None
 
 
@@ -72,8 +86,8 @@ def read_peft(value: object) -> object:
     if name not in PEFT_SPECS:
         raise _refused_type(given)
     settings = {str(key): item for key, item in value.items() if key != "type"}
-    if given.lower() in _SHORT_NAMES:
-        return _expanded(given.lower(), settings)
+    if _our_name(given) in _SHORT_NAMES:
+        return _expanded(_our_name(given), settings)
     return PEFT_SPECS[name](**settings)
 
 
@@ -91,6 +105,8 @@ def _expanded(short: str, settings: Mapping[str, object]) -> PeftBase:
 
 
 def _refused_type(given: str) -> ConfigError:
+    if given.lower() == "qlora":
+        return ConfigError("qlora needs a quantised backbone, which is not supported", where="type", hint="type: lora")
     supported = "supported: " + ", ".join(PEFT_SPECS)
     near = nearest(given, (*PEFT_SPECS, *_SHORT_NAMES))
     hint = f"did you mean {near!r}? {supported}" if near else supported

@@ -22,7 +22,7 @@ _BROKEN_PIPE = 141  # what a shell reports of a process that SIGPIPE ended
 
 app = typer.Typer(
     name="muxtune",
-    help="Train many LoRA adapters at once on one frozen base model, each exactly as if it were alone.",
+    help="Train many PEFT adapters at once on one frozen base model, each exactly as if it were alone.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

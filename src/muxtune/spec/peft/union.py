@@ -71,6 +71,16 @@ def short_setting(type_name: str) -> tuple[str, str] | None:
     return _SHORT_NAMES[name][1:] if name in _SHORT_NAMES else None
 
 
+def type_name(spec: PeftBase) -> str:
+    """What a spec's type is called: by its short name where it has one (`dora`, or `dora+rslora` where it has two)."""
+    short = [
+        name
+        for name, (family, key, text) in _SHORT_NAMES.items()
+        if family == spec.type and str(getattr(spec, key)).lower() == text
+    ]
+    return "+".join(short) or spec.type
+
+
 def read_peft(value: object) -> object:
     """A PEFT spec from itself, its type's name or a mapping with `type` (lora where it says none)."""
     if isinstance(value, PeftBase):

@@ -6,7 +6,7 @@ import pytest
 
 from muxtune.errors import AdapterError, ConfigError
 from muxtune.spec import Lora, Place
-from muxtune.spec.peft import PEFT_SPECS, peft_family, read_peft
+from muxtune.spec.peft import PEFT_SPECS, peft_family, read_peft, type_name
 from muxtune.spec.peft.targets import refuse_ends
 
 
@@ -109,3 +109,12 @@ def test_kin_of_lora_by_its_keys() -> None:
 
 def test_families() -> None:
     assert [peft_family(name) for name in ("dora", "LoRA", "houlsby", "ia3")] == ["lora", "lora", "bottleneck", "ia3"]
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "rslora", "pissa", "houlsby", "pfeiffer", "parallel", "ia3", "shira"])
+def test_a_spec_is_called_what_it_was_asked_for_as(name: str) -> None:
+    assert type_name(read_peft(name)) == name  # type: ignore[arg-type]
+
+
+def test_two_short_names_at_once() -> None:
+    assert type_name(Lora(use_dora=True, use_rslora=True)) == "dora+rslora"

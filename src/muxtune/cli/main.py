@@ -24,7 +24,7 @@ _SPINS = "20000"  # docs/log.md has what this was measured at
 
 app = typer.Typer(
     name="muxtune",
-    help="Train many LoRA adapters at once on one frozen base model, each exactly as if it were alone.",
+    help="Train many PEFT adapters at once on one frozen base model, each exactly as if it were alone.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

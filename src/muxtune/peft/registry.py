@@ -36,6 +36,7 @@ from muxtune.spec.peft import (
     PrefixTuning,
     PromptTuning,
     Shira,
+    type_name,
 )
 from muxtune.spec.peft.targets import refuse_ends
 
@@ -136,7 +137,8 @@ def changes(stored: StoredAdapter, view: BackboneView) -> Changes:
     kind = TYPES[type(stored.spec)]
     if not isinstance(kind, MergeableType):
         raise AdapterError(
-            f"a {stored.spec.type} adapter cannot be merged: it is more than other values of the base model's weights",
+            f"a {type_name(stored.spec)} adapter cannot be merged: it is more than other values of the base model's "
+            "weights",
             hint="use it beside the base model: --format peft",
         )
     return kind.changes(stored, view)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
 from muxtune.errors import AdapterError, ConfigError
 from muxtune.spec.peft.base import Kind, PeftBase, Place
-from muxtune.spec.scalars import clip
+from muxtune.spec.scalars import clip, read_flag
 
 ALL_LINEAR = "all-linear"
 ALL_NORMS = "all-norms"
@@ -20,13 +20,18 @@ _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
 def _reader(everything: str) -> Callable[[object], object]:
-    """Reads `everything`, or module names as a list or with commas: literal suffixes or full names, never patterns."""
+    """Reads `everything`, or module names as a list or with commas: literal suffixes or full names, never patterns.
+
+    A mapping of names to flags, as mLoRA has it, is the list of those that are true.
+    """
 
     def read(value: object) -> object:
         if isinstance(value, str):
             if value.strip().lower() in ("all", everything):
                 return everything
             value = value.split(",")
+        if isinstance(value, Mapping):
+            value = [name for name, wanted in value.items() if read_flag(wanted)]
         if not isinstance(value, list | tuple) or not value:
             raise ConfigError(f"should be {everything!r} or a list of module names, got {clip(value)}")
         return tuple(dict.fromkeys(_read_module_name(name) for name in value))

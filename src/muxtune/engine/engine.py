@@ -16,7 +16,9 @@ from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
+from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.registry import build_adapter
+from muxtune.peft.slab import Slabs
 from muxtune.plan.round import Participant, Policy, derive_round
 from muxtune.plan.types import ItemOutcome, OptimStep, RoundRecord, RoundSchedule, StepOutcome, WorkKind
 from muxtune.spec.job import JobSpec
@@ -34,6 +36,7 @@ class Engine:
         fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
         chunk_tokens: the chunk budget of tasks that start here; a resumed task keeps its own.
         plain: run the plain twin of every fast path.
+        grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Engine:
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
+        grouping: Rule = measured,
     ) -> None:
         self.backbone = backbone
         self.tasks: dict[str, Task] = {}
@@ -51,8 +55,9 @@ class Engine:
         self.policy: Policy = policy
         self._fuse_tokens = fuse_tokens
         self._chunk_tokens = chunk_tokens
-        self._executor = Executor(backbone, self.tasks, self.sources, plain=plain)
+        self._executor = Executor(backbone, self.tasks, self.sources, plain=plain, grouping=grouping)
         self._rounds = 0
+        self._slabs = Slabs()
         self.row_invariant = rows_invariant(backbone)
 
     def attach(self, job: JobSpec, data: Sequences, *, chunk_tokens: int | None = None) -> Task:
@@ -68,6 +73,7 @@ class Engine:
             dtype=self.backbone.dtype,
             device=self.backbone.device,
         )
+        self._slabs.take(adapter)
         task = Task(job, adapter, data, chunk_tokens=chunk_tokens or self._chunk_tokens)
         self.tasks[task.name] = task
         self.sources[task.train_source] = data.train

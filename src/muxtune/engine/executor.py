@@ -27,6 +27,7 @@ from muxtune.models.backbone import Backbone
 from muxtune.models.loss import TokenLosses, token_losses, token_losses_plain
 from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import RowKeys, row_keys
+from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.multiplex import hooks
 from muxtune.plan.legal import require_legal
 from muxtune.plan.types import ActionRecord, ItemOutcome, MicroBatch, OptimStep, RoundRecord, RoundSchedule, WorkItem
@@ -35,15 +36,23 @@ Source = Sequence[TokenSequence] | DecodeSource
 
 
 class Executor:
-    """Args: `tasks` and `sources` are read at each execute; `plain` selects the twin of every fast path."""
+    """Args: `tasks` and `sources` are read at each execute; `plain` selects the twin of every fast path, `grouping`
+    says where adapters of a kind run as one."""
 
     def __init__(
-        self, backbone: Backbone, tasks: Mapping[str, Task], sources: Mapping[str, Source], *, plain: bool = False
+        self,
+        backbone: Backbone,
+        tasks: Mapping[str, Task],
+        sources: Mapping[str, Source],
+        *,
+        plain: bool = False,
+        grouping: Rule = measured,
     ) -> None:
         self._backbone = backbone
         self._tasks = tasks
         self._sources = sources
         self._plain = plain
+        self._grouping = grouping
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run every action in order.
@@ -133,7 +142,8 @@ class Executor:
             if rows.item.task is not None
         ]
         rows = packed.rows
-        current = Pass(AttentionContext(rows.segments), hooks(dispatches, plain=self._plain), rows.given)
+        hooked = hooks(dispatches, plain=self._plain, grouping=self._grouping)
+        current = Pass(AttentionContext(rows.segments), hooked, rows.given)
         return self._backbone.hidden(rows.ids_T, rows.positions_T, current)[packed.predict_N]
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:

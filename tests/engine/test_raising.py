@@ -53,13 +53,13 @@ class Faulty:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
-    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: Any) -> Tensor:
+    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: Any) -> Any:
         self._perhaps("forward" if keys is not None else "eval", x_tI)
         return self.module.forward_rows(x_tI, y_tO, keys)
 
-    def backward_rows(self, x_tI: Tensor, saved: Tensor, *rest: Any) -> None:
+    def backward_output(self, x_tI: Tensor, *rest: Any) -> Any:
         self._perhaps("backward", x_tI)
-        self.module.backward_rows(x_tI, saved, *rest)
+        return self.module.backward_output(x_tI, *rest)
 
     def _perhaps(self, where: Where, x_tI: Tensor) -> None:
         if where == self.where and self.task.step == self.step:
@@ -119,7 +119,7 @@ def test_a_task_whose_pass_raises_fails_alone(
     (failed,) = failures(events)
     assert (failed.task, failed.step, failed.data["code"]) == ("bad", step, "exception")
     assert failed.message == f"{error('').__class__.__name__}: broken here"
-    assert "backward_rows" in str(failed.data["traceback"]) or "forward_rows" in str(failed.data["traceback"])
+    assert "backward_output" in str(failed.data["traceback"]) or "forward_rows" in str(failed.data["traceback"])
     assert not [event for event in events if isinstance(event, TaskEvent) and event.kind == "warning"]
     steps = by_task(engine, events)
     for trial in GOOD:

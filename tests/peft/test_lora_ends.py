@@ -34,8 +34,8 @@ def test_pair_and_plain_agree(padding: int | None) -> None:
     grad_tE, base_tE = (torch.randn(90, E, dtype=torch.float64) for _ in range(2))
     fast, plain = _module(torch.float64, padding), _module(torch.float64, padding)
     rows_tE = base_tE.clone()
-    saved = fast.forward_rows(ids_t, rows_tE, None)
-    fast.backward_rows(ids_t, saved, grad_tE, None, None)
+    kept = fast.forward_rows(ids_t, rows_tE, None)
+    assert fast.backward_output(ids_t, kept, grad_tE, None) == ()
     twin_tE = plain.forward_plain(ids_t, base_tE, None)
     twin_tE.backward(grad_tE)
     torch.testing.assert_close(rows_tE, twin_tE.detach(), rtol=1e-13, atol=1e-13)
@@ -50,11 +50,11 @@ def test_on_a_bf16_backbone_it_computes_in_fp32() -> None:
     module, ids_t = _module(torch.float32, None), _ids(20)
     base_tE = torch.randn(20, E).bfloat16()
     rows_tE = base_tE.clone()
-    saved = module.forward_rows(ids_t, rows_tE, None)
-    assert rows_tE.dtype == torch.bfloat16 and saved.dtype == torch.float32
+    kept = module.forward_rows(ids_t, rows_tE, None)
+    assert rows_tE.dtype == torch.bfloat16 and kept[0].dtype == torch.float32
     a_RV, b_ER = (leaf.detach() for leaf in module.parameters)
     torch.testing.assert_close(rows_tE, (base_tE + SCALE * a_RV.T[ids_t] @ b_ER.T).bfloat16(), rtol=1e-2, atol=1e-2)
-    module.backward_rows(ids_t, saved, rows_tE, None, None)
+    module.backward_output(ids_t, kept, rows_tE, None)
     assert all(leaf.grad is not None and bool(leaf.grad.any()) for leaf in module.parameters)
 
 

@@ -23,7 +23,9 @@ from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
+from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.registry import build_adapter
+from muxtune.peft.slab import Slabs
 from muxtune.plan.align import split_chunks
 from muxtune.plan.round import Participant, Policy, derive_round
 from muxtune.plan.types import (
@@ -55,6 +57,7 @@ class Engine:
         recompute: keep each block's input rows only and run it again in the backward pass: the same bits, for a
             fraction of the activations' memory and one more forward pass.
         references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
+        grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
         plain: bool = False,
         recompute: bool = False,
         references: References | None = None,
+        grouping: Rule = measured,
     ) -> None:
         self.backbone = backbone
         self.tasks: dict[str, Task] = {}
@@ -75,8 +79,17 @@ class Engine:
         self.fuse_tokens = fuse_tokens
         self._chunk_tokens = chunk_tokens
         self.references = references or References()
-        self._executor = Executor(backbone, self.tasks, self.sources, self.references, plain=plain, recompute=recompute)
+        self._executor = Executor(
+            backbone,
+            self.tasks,
+            self.sources,
+            self.references,
+            plain=plain,
+            recompute=recompute,
+            grouping=grouping,
+        )
         self._rounds = 0
+        self._slabs = Slabs()
         self.row_invariant = rows_invariant(backbone)
 
     def attach(self, job: JobSpec, data: Sequences, *, chunk_tokens: int | None = None) -> Task:
@@ -94,6 +107,7 @@ class Engine:
             dtype=self.backbone.dtype,
             device=self.backbone.device,
         )
+        self._slabs.take(adapter)
         task = Task(job, adapter, data, chunk_tokens=chunk_tokens or self._chunk_tokens)
         self.tasks[task.name] = task
         self.sources[task.train_source] = data.train

@@ -37,6 +37,7 @@ from muxtune.models.backbone import Backbone
 from muxtune.models.loss import TokenLosses, token_losses, token_losses_plain
 from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import RowKeys, row_keys
+from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.multiplex import hooks
 from muxtune.plan.legal import require_legal
 from muxtune.plan.types import (
@@ -55,7 +56,8 @@ Source = Sequence[TokenSequence] | DecodeSource
 
 class Executor:
     """Args: `tasks`, `sources`, `references` are read at each execute; `plain` selects the twin of every fast path;
-    `recompute` runs each block again in the backward pass instead of keeping its activations."""
+    `recompute` runs each block again in the backward pass instead of keeping its activations; `grouping` says where
+    adapters of a kind run as one."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class Executor:
         *,
         plain: bool = False,
         recompute: bool = False,
+        grouping: Rule = measured,
     ) -> None:
         self._backbone = backbone
         self._tasks = tasks
@@ -73,6 +76,7 @@ class Executor:
         self._references = references
         self._plain = plain
         self._recompute = recompute
+        self._grouping = grouping
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run every action in order.
@@ -182,7 +186,8 @@ class Executor:
             if rows.item.task is not None
         ]
         rows = packed.rows
-        current = Pass(AttentionContext(rows.segments), hooks(dispatches, plain=self._plain), rows.given)
+        hooked = hooks(dispatches, plain=self._plain, grouping=self._grouping)
+        current = Pass(AttentionContext(rows.segments), hooked, rows.given)
         hidden_TD = self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=self._recompute)
         return hidden_TD[packed.predict_N]
 

@@ -11,15 +11,15 @@ from typing import cast
 
 from muxtune.models.head_rows import HeadRows
 from muxtune.models.loss import Head
-from muxtune.peft.base import AdditiveModule, Dispatch
-from muxtune.peft.lora_ends import HeadShare
+from muxtune.peft.base import Dispatch
+from muxtune.peft.lora_ends import HeadModule, HeadShare
 
 
 def hooked_rows(dispatches: Iterable[Dispatch], head: Head) -> list[HeadRows]:
     """`dispatches` say which of the gathered rows are whose, ascending; those that the head's name is nothing to are
     left out."""
     return [
-        HeadRows(item.start, item.stop, HeadShare(cast("AdditiveModule", item.adapter.modules[head.name]), item.keys))
+        HeadRows(item.start, item.stop, HeadShare(cast("HeadModule", item.adapter.modules[head.name]), item.keys))
         for item in dispatches
         if head.name in item.adapter.modules and item.start < item.stop
     ]

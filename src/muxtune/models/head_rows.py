@@ -30,11 +30,13 @@ class HeadHook(Protocol):
     """What an adapter does at the head, on its own rows. `rows` are those that a call holds, counted among the hook's;
     there may be zero rows of filling after them."""
 
-    def forward(self, rows: slice, hidden_nD: Tensor, raw_nV: Tensor) -> Tensor:
+    def forward(self, rows: slice, hidden_nD: Tensor, raw_nV: Tensor) -> tuple[Tensor, ...]:
         """Add to the logits, before the soft cap, in place; returns what `backward` needs."""
         ...
 
-    def backward(self, rows: slice, hidden_nD: Tensor, saved: Tensor, delta_nV: Tensor, grad_nD: Tensor) -> None:
+    def backward(
+        self, rows: slice, hidden_nD: Tensor, kept: tuple[Tensor, ...], delta_nV: Tensor, grad_nD: Tensor
+    ) -> None:
         """Add to the parameters' gradients, and to `grad_nD` in place. `delta_nV`: of the logits before the cap."""
         ...
 

@@ -16,48 +16,55 @@ Legend: t rows of one task, n of them in one piece (filling included), V entries
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muxtune.peft.base import AdditiveModule, PlainModule
+from muxtune.peft.base import AdapterModule, HandWritten, Kept, PlainModule
 from muxtune.peft.dropout import RowKeys
 
 
 class LoraEmbeddingModule(PlainModule):
     """y + s B A[:, id], by hand and plainly. `scale`: s times the embedding's own."""
 
-    additive = True
+    by_hand = True
 
     def __init__(self, lora_a_RV: Tensor, lora_b_ER: Tensor, scale: float, padding_id: int | None) -> None:
         super().__init__(lora_a_RV, lora_b_ER)
-        grad_a_RV, grad_b_ER = lora_a_RV.grad, lora_b_ER.grad
-        assert grad_a_RV is not None and grad_b_ER is not None
         self._scale, self._padding_id, self._dtype = scale, padding_id, lora_a_RV.dtype
-        self._a_VR, self._b_RE = lora_a_RV.detach().T, lora_b_ER.detach().T
-        self._grad_a_VR, self._grad_b_RE = grad_a_RV.T, grad_b_ER.T
+        self.bind()
 
-    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
-        """Add to the looked-up rows; saves A[:, id]. `x_tI`: ids [t]."""
+    def bind(self) -> None:
+        """Make anew the views that the products take."""
+        a_RV, b_ER = self.parameters
+        assert a_RV.grad is not None and b_ER.grad is not None
+        self._a_VR, self._b_RE = a_RV.detach().T, b_ER.detach().T
+        self._grad_a_VR, self._grad_b_RE = a_RV.grad.T, b_ER.grad.T
+
+    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Kept:
+        """Add to the looked-up rows; keeps A[:, id]. `x_tI`: ids [t]."""
         found_tR = self._a_VR.index_select(0, x_tI)
         if y_tO.dtype == self._dtype:
             y_tO.addmm_(found_tR, self._b_RE, alpha=self._scale)
         else:
             y_tO.copy_(torch.addmm(y_tO.to(self._dtype), found_tR, self._b_RE, alpha=self._scale))
-        return found_tR
+        return (found_tR,)
 
-    def backward_rows(
-        self, x_tI: Tensor, saved: Tensor, grad_y_tO: Tensor, grad_x_tI: Tensor | None, keys: RowKeys | None
-    ) -> None:
+    def backward_output(self, x_tI: Tensor, kept: Kept, grad_y_tO: Tensor, keys: RowKeys | None) -> Kept:
         """The gradients of B and of A's columns that were looked up."""
-        assert grad_x_tI is None, "ids have no gradient"
+        (found_tR,) = kept
         grad_y_tO = grad_y_tO.to(self._dtype)
-        self._grad_b_RE.addmm_(saved.T, grad_y_tO, alpha=self._scale)
+        self._grad_b_RE.addmm_(found_tR.T, grad_y_tO, alpha=self._scale)
         grad_found_tR = torch.mm(grad_y_tO, self._b_RE.T).mul_(self._scale)
         if self._padding_id is not None:
             grad_found_tR.masked_fill_((x_tI == self._padding_id)[:, None], 0)
         _add_rows(self._grad_a_VR, x_tI, grad_found_tR)
+        return ()
+
+    def backward_input(self, x_tI: Tensor, kept: Kept, grad_x_tI: Tensor, keys: RowKeys | None) -> None:
+        raise AssertionError("ids have no gradient")
 
     def forward_plain(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
         a_RV, b_ER = self.parameters
@@ -74,19 +81,24 @@ def _add_rows(sum_VR: Tensor, index_t: Tensor, rows_tR: Tensor) -> None:
         sum_VR.index_put_((index_t,), rows_tR, accumulate=True)
 
 
+class HeadModule(AdapterModule, HandWritten, Protocol):
+    """A module that comes by hand."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeadShare:
     """A module at the head with the keys of all its gathered rows; see `muxtune.models.head_rows.HeadHook`."""
 
-    module: AdditiveModule
+    module: HeadModule
     keys: RowKeys | None
 
-    def forward(self, rows: slice, hidden_nD: Tensor, raw_nV: Tensor) -> Tensor:
+    def forward(self, rows: slice, hidden_nD: Tensor, raw_nV: Tensor) -> Kept:
         return self.module.forward_rows(hidden_nD, raw_nV, self._keys(rows, hidden_nD.shape[0]))
 
-    def backward(self, rows: slice, hidden_nD: Tensor, saved: Tensor, delta_nV: Tensor, grad_nD: Tensor) -> None:
+    def backward(self, rows: slice, hidden_nD: Tensor, kept: Kept, delta_nV: Tensor, grad_nD: Tensor) -> None:
         keys = self._keys(rows, hidden_nD.shape[0])
-        self.module.backward_rows(hidden_nD, saved, delta_nV, grad_nD, keys)
+        pulled = self.module.backward_output(hidden_nD, kept, delta_nV, keys)
+        self.module.backward_input(hidden_nD, pulled, grad_nD, keys)
 
     def forward_plain(self, hidden_nD: Tensor, raw_nV: Tensor) -> Tensor:
         return self.module.forward_plain(hidden_nD, raw_nV, self.keys)

@@ -114,7 +114,7 @@ def test_main_exits_with_the_status() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "spins"), [({}, "20000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")], ids=str
+    ("said", "spins"), [({}, "5000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")], ids=str
 )
 def test_waiting_threads_do_not_spin_for_long_unless_told_to(said: dict[str, str], spins: str | None) -> None:
     """Set before torch is imported, which is when it is read."""

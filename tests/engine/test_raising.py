@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muxtune.engine.engine import Engine
 from muxtune.engine.failure import PassError
+from muxtune.engine.rounds import run_round
 from muxtune.engine.runner import Runner
 from muxtune.engine.task import Sequences, Task
 from muxtune.models.backbone import Backbone
@@ -266,6 +267,23 @@ def test_a_sampler_that_raises_costs_a_warning(backbone: Backbone) -> None:
     (warning,) = [event for event in events if isinstance(event, TaskEvent) and event.kind == "warning"]
     assert warning.message == "sample_prompts: KeyError: 'a fault of the program'"
     assert task.status is JobStatus.COMPLETED
+
+
+def test_the_bare_backbone_may_raise_like_anyone(backbone: Backbone) -> None:
+    """Its pass is nobody's: whoever shared it goes on, and it ends."""
+
+    class Barren(Engine):
+        def execute(self, schedule: RoundSchedule) -> RoundRecord:
+            items = [item for action in schedule.actions if isinstance(action, MicroBatch) for item in action.items]
+            if any(item.task is None for item in items):
+                raise PassError("ValueError: broken", RoundRecord(RoundSchedule(0, (MicroBatch(0, 0, ()),)), (), 0.0))
+            return super().execute(schedule)
+
+    engine = Barren(backbone)
+    one = attach(engine, CAST[0]).participant()
+    found = run_round(engine, [replace(one, task=None), one], "reference")
+    assert list(found.raised) == [None] and found.raised[None].message == "PassError: ValueError: broken"
+    assert [item.task for item in found.items("one")] == ["one"] and not found.parted
 
 
 class _Logged(Engine):

@@ -22,9 +22,10 @@ from muxtune.engine.local import LocalEngine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task_folder import read_origin
 from muxtune.engine.training import TrainingRun
-from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError
+from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError, TaskError
 from muxtune.spec.event import RunEvent, TaskEvent
 from muxtune.spec.run import RunSpec
+from muxtune.spec.status import JobStatus
 from tests.engine.build import Trial, attach, backbone_of
 from tests.engine.runs import (
     bits,
@@ -273,6 +274,16 @@ def test_a_stated_limit_lowers_a_new_jobs_chunks_and_refuses_one_that_began_with
     with pytest.raises(ConfigError, match="has begun with chunks of 512 tokens"):
         limited(64, resume=True)
     assert everything(disk / "run/a") == before
+
+
+def test_an_engine_of_ones_own_says_who_failed_when_the_others_are_done(make: Make, cache: Path) -> None:
+    run = make({"good": {}, "wild": {"learning_rate": 1e30}})
+    engine = LocalEngine(run.base_model, cache_dir=cache)
+    good, wild = (engine.attach(run.job(name)) for name in ("good", "wild"))
+    with pytest.raises(TaskError, match=r"failed: wild at step \d: the .* is"):
+        list(engine.run())
+    assert good.status is JobStatus.COMPLETED and wild.status is JobStatus.FAILED
+    assert good.step == good.total_steps == 3 > wild.step
 
 
 class Clock:

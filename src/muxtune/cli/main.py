@@ -20,7 +20,7 @@ from muxtune.cli.terminal import flush_stdout, prepare_streams, tell
 from muxtune.errors import MuxTuneError
 
 _BROKEN_PIPE = 141  # what a shell reports of a process that SIGPIPE ended
-_SPINS = "20000"  # docs/log.md has what this was measured at
+_SPINS = "5000"  # docs/log.md has what this was measured at
 
 app = typer.Typer(
     name="muxtune",
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _bound_spinning() -> None:
     """Threads that wait for others spin for a moment and then sleep, unless the user has said how they wait.
 
-    Spinning on, as they do by default, makes a run ten times slower and more once another process takes a core. Read
+    Spinning on, as they do by default, makes a run many times slower once another process takes a core. Read
     once, when torch is imported.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:

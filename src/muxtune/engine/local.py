@@ -32,13 +32,13 @@ from muxtune.engine.references import ReferenceCache, References, ground_of
 from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
-from muxtune.errors import ConfigError, StateError
+from muxtune.errors import ConfigError, StateError, TaskError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.peft.folder import write_adapter
 from muxtune.peft.registry import give, payload, start_from
 from muxtune.plan.round import Policy
-from muxtune.spec.event import StepResult
+from muxtune.spec.event import StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
 
 Prompt = str | Sequence[Message]
@@ -140,10 +140,19 @@ class LocalEngine(Engine):
         self._voices.pop(name, None)
 
     def run(self) -> Iterator[StepResult]:
-        """Train every attached task to its last step; yields each optimizer step. Nothing is written to disk."""
+        """Train every attached task to its last step; yields each optimizer step. Nothing is written to disk.
+
+        Raises TaskError at the end, when all others have been trained, for tasks that failed on the way.
+        """
+        failed: list[TaskEvent] = []
         for event in Runner(self).run():
             if isinstance(event, StepResult):
                 yield event
+            elif isinstance(event, TaskEvent) and event.kind == "failed":
+                failed.append(event)
+        if failed:
+            told = "; ".join(f"{event.task} at step {event.step}: {event.message}" for event in failed)
+            raise TaskError(f"failed: {told}", hint="all other tasks have been trained")
 
     def sample(
         self,

@@ -26,7 +26,7 @@ from muxtune.plan.types import ItemOutcome, RoundRecord, StepOutcome, WorkKind
 class Parted:
     """Tasks that raised together and not alone."""
 
-    tasks: tuple[str, ...]
+    tasks: tuple[str | None, ...]
     rows: int  # that they brought together
     why: Raised
 
@@ -37,7 +37,7 @@ class Round:
 
     records: list[RoundRecord] = field(default_factory=list)
     referred: list[RoundRecord] = field(default_factory=list)  # of the bare backbone, for dpo
-    raised: dict[str, Raised] = field(default_factory=dict)
+    raised: dict[str | None, Raised] = field(default_factory=dict)
     parted: list[Parted] = field(default_factory=list)
 
     @property
@@ -51,7 +51,7 @@ class Round:
             if action.step
         ]
 
-    def items(self, task: str) -> list[ItemOutcome]:
+    def items(self, task: str | None) -> list[ItemOutcome]:
         """The passes that count: those of the record in which the task finished."""
         return [
             item
@@ -75,13 +75,14 @@ def run_round(engine: Engine, participants: Sequence[Participant], kind: WorkKin
             continue
         names, why = failed
         left = [one for one in group if one.task not in found.records[-1].done]
-        members = [one for one in left if one.task in names]
+        members = [one for one in left if one.task in names] or left  # all, where it was a pass of nobody's
         if len(members) == 1:
-            found.raised[names[0]] = why
+            found.raised[members[0].task] = why
         else:
-            found.parted.append(Parted(names, sum(one.widest for one in members), why))
+            tasks = tuple(one.task for one in members)
+            found.parted.append(Parted(tasks, sum(one.widest for one in members), why))
             groups += [[one] for one in members]
-        if rest := [one for one in left if one.task not in names]:
+        if rest := [one for one in left if one not in members]:
             groups.insert(0, rest)
     found.parted[:] = [one for one in found.parted if not found.raised.keys() & set(one.tasks)]
     for parted in found.parted:

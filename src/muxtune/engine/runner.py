@@ -102,7 +102,7 @@ class Runner:
 
     def _after(self, found: Round) -> Iterator[RunEvent]:
         steps = [(self._engine.tasks[outcome.task], outcome, wall_s) for outcome, wall_s in found.steps]
-        raised = {self._engine.tasks[name]: why for name, why in found.raised.items()}
+        raised = {self._engine.tasks[name]: why for name, why in found.raised.items() if name is not None}
         for task, outcome, wall_s in steps:
             if outcome.error is None:
                 yield step_result(task, outcome, wall_s)
@@ -196,7 +196,7 @@ class Runner:
 
 
 def _parted_event(task: Task, parted: Parted) -> TaskEvent:
-    others = ", ".join(name for name in parted.tasks if name != task.name)
+    others = ", ".join(name for name in parted.tasks if name not in (None, task.name))
     told = f"a pass with {others} raised, each alone did not; passes are narrower now ({parted.why.message})"
     data = {"code": "exception", "traceback": parted.why.traceback}
     return TaskEvent("warning", task.name, task.step, told, data)

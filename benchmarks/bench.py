@@ -1,14 +1,16 @@
 """`make bench`: tokens per second and memory on SmolLM2-135M, completion-only loss, against transformers + peft.
 
-    python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--rounds N] [--threads N]
-                               [--layers N] [--model NAME] [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
+    python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--part adapters]
+                               [--rounds N] [--threads N] [--layers N] [--model NAME] [--device cpu|cuda]
+                               [--dtype fp32|bf16] [--out FILE]
 
 *light*: 8 tasks, a micro-batch of one 16-token example each. *non-uniform*: 8 tasks with the lengths of real data sets,
 micro-batch 4. Both print the floor beside the sides (`race`, `floor`). *memory*: 1, 8 and 32 tasks, each stepped once
-(`memory`; host memory, so on the CPU only). `--layers 2` is a quick look that says nothing about the whole model. The
-JSON that `--out` writes is described in `report`. Exits 1 where the sides' final losses disagree.
+(`memory`; host memory, so on the CPU only). *adapters*: what adapters add to a step, by type, number and rank, on the
+first four layers unless `--layers` says otherwise (`adapters`). `--layers 2` is a quick look that says nothing about
+the whole model. The JSON that `--out` writes is described in `report`. Exits 1 where the sides' final losses disagree.
 
-About 12 minutes on two quiet cores; anything else that runs meanwhile makes the figures worth less.
+About 15 minutes on two quiet cores; anything else that runs meanwhile makes the figures worth less.
 """
 
 from __future__ import annotations
@@ -26,24 +28,25 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks import memory
+from benchmarks import adapters, memory
+from benchmarks.adapters import AdapterCosts, adapter_costs
 from benchmarks.baselines import Recipe
 from benchmarks.loads import light, non_uniform
 from benchmarks.machine import describe
 from benchmarks.race import RaceResult, race
-from benchmarks.report import Layout, show_machine, show_memory, show_race, write_json
+from benchmarks.report import Layout, show_adapters, show_machine, show_memory, show_race, write_json
 from muxtune.engine.load import choose_device, load_backbone
 from muxtune.models.loading import reading
 from muxtune.models.sources import ModelFolder, resolve
 
-PARTS = ("light", "non-uniform", "memory")
+PARTS = ("light", "non-uniform", "memory", "adapters")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODEL = "smollm2-135m-instruct"
 OURS = "benchmarks.sides:muxtune_tasks"
 MEMORY_TASKS = (1, 8, 32)
 WARMUP = 1
 # A light step takes a tenth of a non-uniform one and is the noisier for it.
-ROUNDS = {"light": 11, "non-uniform": 5}
+ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,13 @@ def run_race(folder: ModelFolder, part: str, settings: Settings) -> RaceResult:
     steps = WARMUP + (settings.rounds or ROUNDS[part])
     load = (light if part == "light" else non_uniform)(steps, vocab=backbone.vocabulary)
     return race(load, backbone, model, Recipe(), warmup=WARMUP, default_optimizer=part == "light")
+
+
+def run_adapters(settings: Settings) -> AdapterCosts:
+    """Of the first layers alone: what adapters cost goes with their number."""
+    with model_folder(settings.model, settings.layers or adapters.LAYERS) as cut:
+        backbone = load_backbone(cut, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+        return adapter_costs(backbone, rounds=settings.rounds or ROUNDS["adapters"])
 
 
 def run_memory(folder: ModelFolder) -> Iterator[Layout]:
@@ -113,16 +123,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_machine(console, machine)
     races: list[RaceResult] = []
     layouts: list[Layout] = []
+    costs: AdapterCosts | None = None
     with model_folder(settings.model, settings.layers) as folder:
         for part in settings.parts:
             if part == "memory":
                 layouts = list(run_memory(folder))
                 show_memory(console, layouts)
+            elif part == "adapters":
+                costs = run_adapters(settings)
+                show_adapters(console, costs)
             else:
                 races.append(run_race(folder, part, settings))
                 show_race(console, races[-1])
     if options.out is not None:
-        write_json(options.out, machine, asdict(settings), races, layouts)
+        write_json(options.out, machine, asdict(settings), races, layouts, costs)
     return 0 if all(one.agrees for one in races) else 1
 
 

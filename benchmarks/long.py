@@ -3,8 +3,8 @@
     python -m benchmarks.long [--tokens 8192] [--chunk 512] [--layers N] [--model NAME]
 
 Each side is a process of its own that trains two steps of one LoRA task (r 8, all-linear, every token a target): the
-first warms up, the second is timed. Memory is what the process's peak grew by since the task was attached. Sides run one
-after another, whole first; `carried` is what the keys and values of the sequence and their gradient take of it.
+first warms up, the second is timed. Memory is what the process's peak grew by since the task was attached. Sides run
+one after another, whole first; `carried` is what the keys and values of the sequence and their gradient take of it.
 """
 
 from __future__ import annotations

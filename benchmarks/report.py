@@ -11,7 +11,8 @@ The JSON file (`schema` 1):
                    "processes": 1,
                    "pss_bytes": 0,
                    "rss_bytes": 0,         benchmarks.memory.Memory
-                   "not_run": null}, ...]}
+                   "not_run": null}, ...],
+     "adapters": {...} or null             benchmarks.adapters.AdapterCosts}
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.adapters import AdapterCosts
 from benchmarks.machine import Machine
 from benchmarks.memory import Memory
 from benchmarks.race import PEFT, RaceResult
@@ -90,8 +92,41 @@ def show_memory(console: Console, layouts: Sequence[Layout]) -> None:
     console.print(table)
 
 
+def show_adapters(console: Console, costs: AdapterCosts) -> None:
+    """By type and number, by rank, and the mix."""
+    counts = list(dict.fromkeys(one.count for one in costs.by_type))
+    table = Table(title="what K adapters add to a step, over the backbone's own time", title_justify="left")
+    table.add_column("type")
+    for count in counts:
+        table.add_column(f"K={count}", justify="right")
+    own = {one.count: f"{one.own_ms:.0f} ms" for one in costs.by_type}
+    table.add_row("(backbone)", *(own[count] for count in counts))
+    for name in dict.fromkeys(one.peft_type for one in costs.by_type):
+        shares = {one.count: f"{one.share:+.0%}" for one in costs.by_type if one.peft_type == name}
+        table.add_row(name, *(shares.get(count, "") for count in counts))
+    console.print(table)
+    table = Table(title="LoRA by rank: grouped, one by one", title_justify="left")
+    for name in ("K", "rank", "grouped", "one by one", "step, one by one / grouped"):
+        table.add_column(name, justify="right")
+    for rank in costs.by_rank:
+        shares_of = (f"{rank.grouped_share:+.0%}", f"{rank.one_by_one_share:+.0%}", f"{rank.speedup:.3f}x")
+        table.add_row(str(rank.count), str(rank.rank), *shares_of)
+    console.print(table)
+    mixed = costs.mixed
+    console.print(
+        f"one task of each of {len(mixed.types)} types: {mixed.together_ms:.0f} ms together, {mixed.in_turn_ms:.0f} ms "
+        f"one after another, {mixed.speedup:.2f}x",
+        highlight=False,
+    )
+
+
 def write_json(
-    path: Path, machine: Machine, settings: object, races: Sequence[RaceResult], layouts: Sequence[Layout]
+    path: Path,
+    machine: Machine,
+    settings: object,
+    races: Sequence[RaceResult],
+    layouts: Sequence[Layout],
+    costs: AdapterCosts | None = None,
 ) -> None:
     """Write the file described above; its folder is made where it is not there."""
     document = {
@@ -100,6 +135,7 @@ def write_json(
         "settings": settings,
         "races": [asdict(race) | {"agrees": race.agrees} for race in races],
         "memory": [{"tasks": one.tasks, "layout": one.layout} | asdict(one.memory) for one in layouts],
+        "adapters": asdict(costs) if costs is not None else None,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Seven tasks learn at once on one frozen backbone, then each adapter answers every task's prompts. `make demo`.
 
     1. the base model answers each task's held-out prompts (no prompt of theirs occurs in a training file)
-    2. all jobs of demo.yaml train together, one pass of the backbone a step
+    2. all jobs of demo.yaml train together, one pass of the backbone a step, whatever their PEFT types
     3. the cross table: every adapter answers every task's prompts, mixed in one batch; an answer counts when it is
        equal to the expected one, character by character
     4. the adapters are saved, and the same work runs task by task with transformers + peft (with_peft.py, a slice)
@@ -25,6 +25,7 @@ import psutil
 import muxtune as mt
 from muxtune.data.types import Message
 from muxtune.spec import load_run
+from muxtune.spec.peft import type_name
 
 HERE = Path(__file__).resolve().parent
 OUTPUT = Path("runs/make-demo")
@@ -76,7 +77,8 @@ class Pace:
 def main() -> int:
     started = time.perf_counter()
     run = load_run(HERE / "demo.yaml").run
-    names = [job.name for job in run.jobs]
+    types = {job.name: type_name(job.peft) for job in run.jobs}
+    names = list(types)
     questions = {name: read_questions(HERE / "data" / f"{name}.heldout.jsonl") for name in names}
 
     print(f"Loading {run.base_model}, once")
@@ -86,12 +88,12 @@ def main() -> int:
 
     for job in run.jobs:
         engine.attach(job)
-    pace = train(engine, names)
+    pace = train(engine, types)
 
     print("\nAsking every adapter every task's prompts, all adapters in one batch")
     after = ask(engine, names, questions)
     show_answers(before, after)
-    show_table(before, after)
+    show_table(before, after, types)
 
     print("\nThe adapters, as peft loads them:")
     for name in names:
@@ -137,17 +139,19 @@ def longest_answer_tokens(engine: mt.Engine, questions: Sequence[Question]) -> i
     return 2 + max(len(engine.preparer.tokenizer.encode(question.answer)) for question in questions)
 
 
-def train(engine: mt.Engine, names: Sequence[str]) -> Pace:
-    """Train everything that is attached, showing each task's loss every third step."""
-    print(f"\nTraining {len(names)} tasks on one backbone: the loss of each")
-    print(" " * 8 + "".join(f"{name:>9}" for name in names) + "   tokens/s")
+def train(engine: mt.Engine, types: Mapping[str, str]) -> Pace:
+    """Train everything that is attached, showing each task's PEFT type, and its loss every third step."""
+    names = list(types)
+    print(f"\nTraining {len(names)} tasks of {len(set(types.values()))} PEFT types on one backbone: the loss of each")
+    print(" " * 8 + "".join(f"{name:>10}" for name in names))
+    print(" " * 8 + "".join(f"{types[name]:>10}" for name in names) + "   tokens/s")
     started, tokens, losses = time.perf_counter(), 0, dict[str, float]()
     for result in engine.run():
         tokens += result.input_tokens
         losses[result.task] = result.loss
         if result.task == names[-1] and result.step % 3 == 0:
             speed = tokens / (time.perf_counter() - started)
-            row = "".join(f"{losses[name]:9.4f}" for name in names)
+            row = "".join(f"{losses[name]:10.4f}" for name in names)
             print(f"step {result.step:<3}{row}{speed:11.0f}", flush=True)
     return Pace(tokens, time.perf_counter() - started, memory_bytes())
 
@@ -167,14 +171,14 @@ def clip(text: str, width: int = 90) -> str:
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
-def show_table(before: Table, after: Table) -> None:
-    """Rows: who answers. Columns: whose prompts."""
-    tasks = list(dict.fromkeys(task for _, task in after))
+def show_table(before: Table, after: Table, types: Mapping[str, str]) -> None:
+    """Rows: who answers, and of which PEFT type it is. Columns: whose prompts."""
     print("\nExact answers: each row is an adapter, each column the held-out prompts of a task")
-    print(" " * 9 + "".join(f"{task:>9}" for task in tasks))
-    for adapter in (BASE, *tasks):
-        cells = [before[BASE, task] if adapter == BASE else after[adapter, task] for task in tasks]
-        print(f"{adapter:9}" + "".join(f"{f'{cell.exact}/{cell.asked}':>9}" for cell in cells))
+    print(" " * 18 + "".join(f"{task:>9}" for task in types))
+    for adapter in (BASE, *types):
+        cells = [before[BASE, task] if adapter == BASE else after[adapter, task] for task in types]
+        row = "".join(f"{f'{cell.exact}/{cell.asked}':>9}" for cell in cells)
+        print(f"{adapter:8} {types.get(adapter, ''):9}{row}")
 
 
 def judge(before: Table, after: Table) -> list[str]:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import psutil
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LNTuningConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 from transformers.utils import logging
 
-from muxtune.spec import Job, Lora, load_run
+from muxtune.spec import IA3, Job, LnTuning, Lora, load_run
 
 Example = tuple[list[int], list[int]]  # token ids, labels
 IGNORED = -100
@@ -34,7 +34,7 @@ def main(model_folder: str, config: str, steps: str) -> None:
     tokens, seconds, warm = 0, 0.0, False
     for job in load_run(config).run.jobs:
         batches = read_batches(job, tokenizer, int(steps))
-        model = add_lora(base, job.peft)
+        model = get_peft_model(base, peft_config(job.peft))
         if not warm:
             model(**pad(batches[0])).loss.backward()
             model.zero_grad()
@@ -63,10 +63,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]
     return prompt_ids + answer_ids, [IGNORED] * len(prompt_ids) + answer_ids
 
 
-def add_lora(base: torch.nn.Module, peft: Lora) -> PeftModel:
+def peft_config(peft: Lora | IA3 | LnTuning) -> PeftConfig:
+    """The same adapter in peft's words; peft knows by itself which modules IA3 and norm tuning take of a Llama."""
+    if isinstance(peft, IA3):
+        return IA3Config(task_type="CAUSAL_LM")
+    if isinstance(peft, LnTuning):
+        return LNTuningConfig(task_type="CAUSAL_LM")
     targets = peft.target_modules if isinstance(peft.target_modules, str) else list(peft.target_modules)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=peft.r, lora_alpha=peft.lora_alpha, target_modules=targets)
-    return get_peft_model(base, lora)
+    return LoraConfig(
+        task_type="CAUSAL_LM", r=peft.r, lora_alpha=peft.lora_alpha, target_modules=targets, use_dora=peft.use_dora
+    )
 
 
 def train(model: PeftModel, batches: Sequence[Sequence[Example]], job: Job) -> None:

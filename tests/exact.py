@@ -3,7 +3,8 @@
 transformers casts to fp32 on purpose: RMSNorm's variance, rotary angles, eager attention's softmax, logits before the
 loss. Good for bf16, ruinous for a proof in fp64 (errors of 1e-7 where 1e-12 is wanted). A torch function mode turns
 each cast of an fp64 or integer tensor to fp32 into one to fp64; fp32 tensors stay as they are. Run both sides of a
-comparison inside it. It holds for the thread that enters it, which on CPU runs the backward pass too.
+comparison inside it. It holds for the thread that enters it, which on CPU runs the backward pass too; there torch
+leaves function modes out, so a hand-written backward enters this one again (recomputation runs whole blocks in there).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -51,5 +53,20 @@ def _widened(value: Any) -> Any:
 @contextmanager
 def exact_fp64() -> Iterator[None]:
     """No cast of an fp64 or integer tensor ends in fp32 while this is open."""
-    with _ExactFp64():
+    with _ExactFp64() as mode, _held_in_backward(mode):
         yield
+
+
+@contextmanager
+def _held_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
+    apply = BackwardCFunction.apply
+
+    def under_the_mode(node: BackwardCFunction, *grads: Any) -> Any:
+        with mode:
+            return apply(node, *grads)
+
+    BackwardCFunction.apply = under_the_mode
+    try:
+        yield
+    finally:
+        BackwardCFunction.apply = apply

@@ -9,6 +9,7 @@ import pytest
 
 from muxtune.spec.aliases import JOB_ALIASES, PACKING, PEFT_ALIASES, REFUSED, RUN_ALIASES
 from muxtune.spec.job import JobSpec
+from muxtune.spec.peft import PEFT_SPECS, peft_family
 from muxtune.spec.run import RunSpec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +22,23 @@ def test_every_key_and_alias_is_documented() -> None:
     aliases = {alias.name for alias in (*RUN_ALIASES, *JOB_ALIASES, *PEFT_ALIASES)}
     expected = {*JobSpec.model_fields, *RunSpec.model_fields, *aliases, *PACKING, *REFUSED}
     assert expected - named == set()
+
+
+def test_the_table_of_aliases_is_the_code_s() -> None:
+    lines = set((ROOT / "docs" / "config.md").read_text().splitlines())
+    rows = [f"| `{alias.name}` | `{alias.ours}` | {alias.tools} |" for alias in (*RUN_ALIASES, *JOB_ALIASES)]
+    assert [row for row in rows if row not in lines] == []
+    text = " ".join((ROOT / "docs" / "config.md").read_text().split())
+    assert [alias.name for alias in PEFT_ALIASES if f"`{alias.name}` for `{alias.ours}`" not in text] == []
+
+
+def test_every_type_is_documented_with_its_keys_and_its_rate() -> None:
+    named = set(re.findall(r"`([A-Za-z0-9_.]+)`", (ROOT / "docs" / "config.md").read_text()))
+    for spec in PEFT_SPECS.values():
+        assert set(spec.model_fields) - named == set()
+    rows = re.findall(r"^\| `(\w+)` .*\| (\S+) \|$", (ROOT / "docs" / "methods.md").read_text(), re.MULTILINE)
+    assert {peft_family(name) for name, _ in rows} == set(PEFT_SPECS)
+    assert [name for name, rate in rows if float(rate) != PEFT_SPECS[peft_family(name)].default_learning_rate] == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

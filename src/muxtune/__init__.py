@@ -13,6 +13,7 @@ from muxtune.errors import MuxTuneError
 
 if TYPE_CHECKING:
     from muxtune.api import RunResult, train
+    from muxtune.data.types import Message
     from muxtune.engine.local import LocalEngine as Engine
     from muxtune.spec import (
         IA3,
@@ -39,6 +40,7 @@ __all__ = [
     "Job",
     "LnTuning",
     "Lora",
+    "Message",
     "MuxTuneError",
     "PrefixTuning",
     "PromptTuning",
@@ -54,6 +56,7 @@ _HOMES = {name: ("muxtune.spec", name) for name in __all__ if name != "MuxTuneEr
     "Engine": ("muxtune.engine.local", "LocalEngine"),
     "train": ("muxtune.api", "train"),
     "RunResult": ("muxtune.api", "RunResult"),
+    "Message": ("muxtune.data.types", "Message"),
 }
 
 

@@ -33,6 +33,12 @@ def write_durably(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Text in UTF-8, for people and other programs: what UTF-8 has no bytes for - file names may be in any encoding -
+    becomes a question mark."""
+    path.write_text(text, encoding="utf-8", errors="replace")
+
+
 @contextmanager
 def staged_folder(dest: Path, *, key_file: str) -> Iterator[Path]:
     """A flat folder to fill; its files appear at `dest` when the block ends well, and nothing does when it raises.

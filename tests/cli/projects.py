@@ -40,6 +40,7 @@ def write_data(folder: Path) -> None:
         "chat.jsonl": [_dialogue(number) for number in range(4)],
         "sql.jsonl": [_question(age) for age in range(30, 36)],
         "sql.val.jsonl": [_question(age) for age in (40, 41)],
+        "pairs.jsonl": [_pair(number) for number in range(6)],
     }
     for name, rows in files.items():
         (folder / "data" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,3 +72,11 @@ def _dialogue(number: int) -> object:
 
 def _question(age: int) -> object:
     return {"prompt": f"How many users are above {age}? ", "completion": f"SELECT COUNT(*) WHERE age > {age};"}
+
+
+def _pair(number: int) -> object:
+    return {
+        "prompt": [{"role": "user", "content": f"Is {number} a number?"}],
+        "chosen": [{"role": "assistant", "content": "yes"}],
+        "rejected": [{"role": "assistant", "content": "no idea"}],
+    }

@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import select
 import signal
 import struct
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 COLUMNS, LINES = 100, 24
@@ -38,11 +40,11 @@ class Ended:
 
 
 class Terminal:
-    """A pseudo-terminal of 100 columns and 24 lines; what is written to it is kept."""
+    """A pseudo-terminal of 24 lines; what is written to it is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = COLUMNS) -> None:
         self._master, self._slave = os.openpty()
-        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
         self.path = os.ttyname(self._slave)
         self._seen = b""
 
@@ -109,7 +111,9 @@ class Shell:
         *,
         terminal: Terminal | None = None,
         environment: Mapping[str, str] | None = None,
+        file_bytes: int | None = None,
     ) -> Running:
+        """`file_bytes`: no file may grow beyond it, as on a full disk."""
         self._commands += 1
         out, err = (self._scratch / f"{self._commands}.{name}" for name in ("out", "err"))
         out.touch(), err.touch()
@@ -121,6 +125,7 @@ class Shell:
             "out": str(out),
             "err": str(err),
             "terminal": terminal.path if terminal else None,
+            "file_bytes": file_bytes,
         }
         pid = self.ask(order)
         assert pid is not None
@@ -160,7 +165,7 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _start(order: Mapping[str, str]) -> int:
+def _start(order: Mapping[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -171,6 +176,9 @@ def _start(order: Mapping[str, str]) -> int:
         os.environ.update(order["environment"])
         os.chdir(order["folder"])
         sys.argv = ["muxtune", *order["arguments"]]
+        if order["file_bytes"] is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_bytes"], resource.RLIM_INFINITY))
         from muxtune.cli.main import main
 
         main()
@@ -182,7 +190,7 @@ def _start(order: Mapping[str, str]) -> int:
         os._exit(code)
 
 
-def _take_streams(order: Mapping[str, str]) -> None:
+def _take_streams(order: Mapping[str, Any]) -> None:
     """Streams as a shell would give them: files, or a terminal that becomes the controlling one."""
     if order["terminal"]:
         for number in (0, 1, 2):

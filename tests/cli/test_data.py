@@ -29,6 +29,18 @@ def test_check(capsys: Capture) -> None:
     assert "empty" in capsys.readouterr().out
 
 
+def test_preference_pairs(tiny_llama: Path, capsys: Capture) -> None:
+    assert run(["data", "check", "data/pairs.jsonl"]) == 0
+    assert capsys.readouterr().out == "data/pairs.jsonl: preference, 6 examples\n"
+    for declared in ([], ["--type", "preference"]):
+        assert run(["data", "check", "data/pairs.jsonl", "--base-model", str(tiny_llama), *declared]) == 0
+        assert "preference, 6 examples\ntrain: 12 sequences" in capsys.readouterr().out
+    assert run(["data", "preview", "data/pairs.jsonl", "-n", "1", "--base-model", str(tiny_llama)]) == 0
+    out = capsys.readouterr().out
+    assert "pairs.jsonl:1 chosen: " in out and "pairs.jsonl:1 rejected: " in out
+    assert "\u27e6yes<|im_end|>\u27e7" in out and "\u27e6no idea<|im_end|>\u27e7" in out
+
+
 def test_check_with_a_base_model(tiny_llama: Path, capsys: Capture) -> None:
     assert run(["data", "check", "data/chat.jsonl", "--base-model", str(tiny_llama)]) == 0
     assert "train: 4 sequences" in capsys.readouterr().out

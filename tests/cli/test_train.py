@@ -8,9 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from muxtune.cli.main import run
+from muxtune.models.memory import footprint
 from tests.cli.projects import ESCAPE, TRAINED, rows, status, write_config
 from tests.cli.shell import Shell, Terminal
+from tests.tiny import tiny_folder
 
 STEP = re.compile(r"sql step=2/4 epoch=0\.67 loss=\d+\.\d{4} lr=1\.5e-02 grad_norm=\d+\.\d{2} tok/s=\d+")
 ONE = {"sql": TRAINED["sql"]}
@@ -110,6 +114,18 @@ def test_what_cannot_run_is_refused_first(
     assert not (project / "no/sql").exists()
 
 
+def test_a_job_that_cannot_fit_may_fail_alone(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    """Its adapter is too large for the limit; said with the numbers, before a weight is loaded."""
+    wide = {"datasets": ["data/sql.jsonl"], "peft": {"r": 65_536}}
+    write_config(project / "wide.yaml", tiny_llama, "wide", {"wide": wide, **ONE}, memory_limit="1GB")
+    refused = shell.run("train", "wide.yaml")
+    assert refused.code == 2 and not (project / "wide/sql").exists()
+    assert re.search(r"jobs\.wide: does not fit into memory: its .*of 1\.0 GB there are .*2 adapters", refused.err)
+    kept = shell.run("train", "wide.yaml", "--keep-going")
+    assert kept.code == 1 and kept.err.splitlines()[-1] == "1 of 2 jobs completed; failed: wide"
+    assert not (project / "wide/wide").exists() and status(project / "wide/sql") == "completed"
+
+
 def test_an_unwritable_output(shell: Shell, project: Path, tiny_llama: Path) -> None:
     (project / "file").touch()
     write_config(project / "file.yaml", tiny_llama, "file/runs", ONE)
@@ -156,6 +172,26 @@ def test_dry_run(shell: Shell, project: Path, tiny_llama: Path) -> None:
     assert found["memory"]["peak_bytes"] < found["memory"]["limit_bytes"]
 
 
+def test_dry_run_of_what_fits_only_with_recomputation(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says so, to people and to programs."""
+    monkeypatch.chdir(project)
+    model = tiny_folder(tmp_path / "deep", "llama", layers=12)
+    config = str(
+        write_config(project / "deep.yaml", model, "deep", {"sql": {**ONE["sql"], "gradient_accumulation_steps": 50}})
+    )
+    needs = footprint(model, torch.float32)
+    between = needs.recomputed().activation_bytes(512, 60) * 3 // 2
+    for free, recompute in ((10**9, False), (needs.weights_bytes + 500_000 + between, True)):
+        monkeypatch.setattr("muxtune.engine.training.memory_here", lambda device, free=free: (0, free))
+        assert run(["train", config, "--dry-run"]) == 0
+        assert ("tokens at once, computed twice to save memory)" in capsys.readouterr().out) == recompute
+        assert run(["train", config, "--dry-run", "--json"]) == 0
+        memory = json.loads(capsys.readouterr().out)["memory"]
+        assert memory["recompute"] == recompute and memory["peak_bytes"] <= memory["limit_bytes"]
+
+
 def test_dry_run_of_what_is_there(shell: Shell, trained: Path, project: Path) -> None:
     ended = shell.run("train", "trained.yaml", "--dry-run", "--resume", "--json")
     found = json.loads(ended.out)
@@ -181,3 +217,25 @@ def test_a_terminal_without_colour(shell: Shell, project: Path, tiny_llama: Path
     screen = terminal.read()
     terminal.close()
     assert ended.code == 0 and not ESCAPE.search(screen) and "sql step=4/4" in screen
+
+
+def test_a_preference_job_beside_another(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    taste = {
+        "method": "dpo",
+        "datasets": ["data/pairs.jsonl"],
+        "validation": {"path": "data/pairs.jsonl", "eval_steps": 6},
+        "max_steps": 6,
+    }
+    write_config(project / "taste.yaml", tiny_llama, "taste", {**ONE, "taste": taste})
+    planned = shell.run("train", "taste.yaml", "--dry-run", "--json")
+    (one,) = [job for job in json.loads(planned.out)["jobs"] if job["name"] == "taste"]
+    assert (planned.code, one["examples"], one["sequences"], one["steps"]) == (0, 6, 12, 6)
+    ended = shell.run("train", "taste.yaml")
+    assert ended.code == 0, ended.err
+    assert re.search(r"^taste eval step=6/6 loss=0\.[0-6]\d{3} accuracy=1\.000$", ended.err, re.M)
+    assert "taste completed step=6/6: taste/taste" in ended.err and "Is 3" not in ended.err
+    with open(project / "taste/taste/metrics.csv", newline="") as file:
+        margins = [float(row["train/rewards/margins"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert len(margins) == 6 and margins[0] == pytest.approx(0, abs=1e-6) and margins[-1] > 0.5
+    again = shell.run("train", "taste.yaml", "--set", "jobs.taste.method=sft", "--overwrite")
+    assert again.code == 2 and "are preference pairs, the method is sft" in again.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -87,8 +88,11 @@ def test_a_fault_of_the_program(
     (log,) = tmp_path.glob("muxtune-*.log")
     assert "error: ZeroDivisionError" in err and str(log) in err and "Traceback" not in err
     assert "Traceback" in log.read_text() and log.stat().st_mode & 0o077 == 0
-    assert run(["--debug", "config", "print", path]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    for asked in (["--debug", "config", "print", path], ["config", "print", path, "--debug"]):
+        assert run(asked) == 1
+        assert "Traceback" in capsys.readouterr().err
+    assert run(["config", "print", "--", "--debug"]) == 2, "that is the name of a file"
+    assert "error: --debug: cannot be read" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_no_fault_of_the_program(
@@ -107,6 +111,20 @@ def test_main_exits_with_the_status() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["version"])
     assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "spins"), [({}, "5000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")], ids=str
+)
+def test_waiting_threads_do_not_spin_for_long_unless_told_to(said: dict[str, str], spins: str | None) -> None:
+    """Set before torch is imported, which is when it is read."""
+    code = (
+        "import atexit, os, sys; from muxtune.cli.main import main; assert 'torch' not in sys.modules; "
+        "atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'))); main(['version'])"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    ended = subprocess.run([sys.executable, "-c", code], env=kept | said, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == str(spins)
 
 
 def test_a_reader_that_goes_away(project: Path, tiny_llama: Path, environment: dict[str, str]) -> None:

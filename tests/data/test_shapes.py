@@ -108,10 +108,6 @@ def test_unknown_keys_are_listed_with_the_shapes_there_are(tmp_path: Path) -> No
     assert "`question`, `answer`" in message and "prompt_completion (prompt, completion)" in message
 
 
-def test_preference_pairs_are_named(tmp_path: Path) -> None:
-    assert "preference pairs" in problem(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"})[2]
-
-
 def test_a_field_that_is_no_string_is_named(tmp_path: Path) -> None:
     line, code, message = problem(tmp_path, ALPACA, ALPACA, {"instruction": 5, "output": "x"})
     assert (line, code, message) == (3, "wrong_type", "field `instruction`: expected string, got number")
@@ -128,6 +124,7 @@ def test_a_field_that_is_no_string_is_named(tmp_path: Path) -> None:
         ("alpaca", "alpaca"),
         ("sharegpt", "sharegpt"),
         ("text", "text"),
+        ("preference", "preference"),
         (None, None),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from muxtune.data.prepare import PreparedJob, Preparer
-from muxtune.engine.admission import Admission, admit, size_text
-from muxtune.engine.engine import DEFAULT_FUSE_TOKENS
+from muxtune.engine.admission import Admission, JobSize, admit, size_text
+from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
 from muxtune.errors import AdapterError
 from muxtune.models.memory import Footprint
 from muxtune.spec.peft import Place
@@ -35,10 +36,10 @@ def prepared(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     }
 
 
-def admitted(jobs: Sequence[PreparedJob], free: int) -> Admission:
+def admitted(jobs: Sequence[PreparedJob], free: int, model: Footprint = MODEL) -> Admission:
     """With `free` bytes beside the process, the weights and the adapters."""
     limit = PROCESS + WEIGHTS + STATE * len(jobs) + free
-    return admit(jobs, MODEL, dtype=torch.float32, limit_bytes=limit, process_bytes=PROCESS)
+    return admit(jobs, model, dtype=torch.float32, limit_bytes=limit, process_bytes=PROCESS)
 
 
 def widest(one: PreparedJob) -> int:
@@ -75,6 +76,94 @@ def test_a_job_that_fits_by_a_byte_and_not_without_it(prepared: dict[str, Prepar
     assert f"its longest batch ({widest(chat)} tokens at once) needs about {size_text(need)}" in error.message
     assert f"base model ({size_text(WEIGHTS)}) and 2 adapters ({size_text(2 * STATE)})" in error.message
     assert [size.job.name for size in found.sizes] == ["sql"]
+
+
+LEAN = replace(MODEL, blocks=10, input_bytes=300)  # with recomputation 1.33 * 300 + 3 / 10 * ROW a row
+LEAN_ROW = 399 + 300
+
+
+def test_what_does_not_fit_otherwise_is_recomputed(prepared: dict[str, PreparedJob]) -> None:
+    sql, chat = prepared["sql"], prepared["chat"]
+    need = HEAD + ROW * widest(chat)
+    assert not admitted([sql, chat], need, LEAN).model.recompute, "never where it need not be"
+    found = admitted([sql, chat], need - 1, LEAN)
+    assert found.model.recompute and not found.refused
+    assert [size.job.name for size in found.sizes] == ["sql", "chat"]
+    assert found.fuse_tokens == (need - 1 - HEAD) // LEAN_ROW > widest(chat)
+    rows = widest(sql) + widest(chat)
+    assert found.peak_bytes == PROCESS + WEIGHTS + 2 * STATE + HEAD + LEAN_ROW * min(rows, found.fuse_tokens)
+    least = HEAD + LEAN_ROW * widest(chat)
+    assert admitted([sql, chat], least, LEAN).model.recompute
+
+
+def test_what_does_not_fit_even_so_is_told_the_least_and_slows_nobody_down(prepared: dict[str, PreparedJob]) -> None:
+    sql, chat = prepared["sql"], prepared["chat"]
+    least = HEAD + LEAN_ROW * widest(chat)
+    assert HEAD + ROW * widest(sql) < least - 1
+    found = admitted([sql, chat], least - 1, LEAN)
+    ((refused, error),) = found.refused
+    assert refused.name == "chat" and f"needs about {size_text(least)} with recomputation" in error.message
+    assert [size.job.name for size in found.sizes] == ["sql"] and not found.model.recompute
+
+
+def test_the_longest_sequence_after_truncation_is_what_counts(tiny_llama: Path, tmp_path: Path) -> None:
+    """reports.md 12: one long example, and the same job cut to fit."""
+    data = write_data(tmp_path)
+    (data / "sql.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n{"prompt": "%s", "completion": "b"}\n' % ("a " * 60)
+    )
+    preparer = Preparer(tiny_llama)
+    changes = ADAPTER | {"per_device_train_batch_size": 1}
+    whole, cut = (
+        preparer.prepare(job(data, "sql", **changes, max_length=limit, train_on="all"), created=datetime.now(UTC))
+        for limit in (200, 30)
+    )
+    need = HEAD + ROW * 40
+    ((_, error),) = admitted([whole], need).refused
+    (size,) = admitted([cut], need).sizes
+    assert size.longest == size.widest == 30 and "tokens at once" in error.message
+
+
+def test_an_over_large_adapter_costs_nobody_else_a_place(prepared: dict[str, PreparedJob]) -> None:
+    sql = prepared["sql"]
+    peft = sql.job.peft.model_copy(update={"r": 60_000})
+    large = replace(sql, job=sql.job.model_copy(update={"name": "large", "peft": peft}))
+    for jobs in ([large, sql], [sql, large]):
+        found = admitted(jobs, HEAD + ROW * widest(sql) + STATE)
+        assert [size.job.name for size in found.sizes] == ["sql"]
+        ((refused, error),) = found.refused
+        assert refused.name == "large" and f"2 adapters ({size_text(STATE * 60_001)})" in error.message
+
+
+def test_a_stated_limit_lowers_the_chunk_budget_of_a_job(prepared: dict[str, PreparedJob]) -> None:
+    """Down to its longest sequence, by what the job alone would have: neither free memory nor others change it."""
+    text, sql = prepared["sql"], prepared["one"]
+    longest = max(len(sequence) for sequence in text.data.train)
+    assert longest < 64 and widest(text) > 64
+
+    def sized(limit: int, jobs: Sequence[PreparedJob], process: int = PROCESS, free: int = 10**9) -> list[JobSize]:
+        found = admit(
+            jobs,
+            MODEL,
+            dtype=torch.float32,
+            limit_bytes=min(limit, process + free),
+            process_bytes=process,
+            memory_limit=limit,
+        )
+        return list(found.sizes)
+
+    def limit_of(rows: int) -> int:
+        return 2**28 + WEIGHTS + STATE + HEAD + ROW * rows
+
+    (roomy,) = sized(limit_of(widest(text)), [text])
+    assert (roomy.chunk_tokens, roomy.widest, roomy.warning) == (DEFAULT_CHUNK_TOKENS, widest(text), None)
+    (lowered,) = sized(limit_of(64), [text])
+    assert (lowered.chunk_tokens, lowered.widest) == (64, 64) and "chunks of 64 tokens" in str(lowered.warning)
+    assert sized(limit_of(64), [text], process=2**28)[0] == lowered == sized(limit_of(64), [text, sql])[0]
+    (single,) = sized(limit_of(longest), [text])
+    assert single.widest == longest and single.chunk_tokens <= longest
+    assert not sized(limit_of(longest - 1), [text], process=2**28)
+    assert not sized(limit_of(widest(text)), [text], free=WEIGHTS + STATE + HEAD), "what is free lowers nothing"
 
 
 def test_not_even_the_adapters_fit(prepared: dict[str, PreparedJob]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import torch
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource, DecodeState
 from muxtune.engine.engine import Engine
+from muxtune.engine.failure import PassError
+from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
 from muxtune.errors import DataError, StateError
 from muxtune.models.backbone import Backbone
@@ -181,6 +185,8 @@ ILLEGAL: dict[str, tuple[Action, ...]] = {
     "a denominator of nothing": (_batch(_item(loss=LossSpec(0))),),
     "two denominators": (GOOD, _batch(_item(loss=LossSpec(4)))),
     "a step with nothing to apply": (GOOD, OptimStep("two")),
+    "a rate that is none": (GOOD, OptimStep("one", math.nan)),
+    "a negative rate": (GOOD, OptimStep("one", -1e-3)),
     "two steps": (GOOD, OptimStep("one"), OptimStep("one")),
     "training after the step": (GOOD, OptimStep("one"), GOOD),
     "an empty micro-batch": (GOOD, _batch()),
@@ -213,15 +219,15 @@ def test_a_pass_that_raises_leaves_no_half_of_a_step(monkeypatch: pytest.MonkeyP
     schedule = engine.schedule([task.participant() for task in tasks])
     hidden, calls = backbone.hidden, 0
 
-    def fails_once(*arguments: torch.Tensor) -> torch.Tensor:
+    def fails_once(*arguments: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise MemoryError("the second micro-batch does not fit")
-        return hidden(*arguments)
+        return hidden(*arguments, **options)
 
     monkeypatch.setattr(backbone, "hidden", fails_once)
-    with pytest.raises(MemoryError):
+    with pytest.raises(PassError, match="MemoryError: the second micro-batch does not fit"):
         engine.execute(schedule)
     assert (tasks[0].step, tasks[1].step) == (0, 1), "the short task had had its step"
     for task in tasks:
@@ -285,3 +291,94 @@ def test_tokens_that_would_break_the_shared_pass_never_enter_it(ids: list[int], 
     with pytest.raises(DataError, match=message):
         engine.forward_backward({one: [bad]})
     assert set(engine.tasks) == {"one", "two"} and not one.has_pending
+
+
+def _decoding(ids: list[int], cached: int = 0) -> DecodeSource:
+    return DecodeSource({0: DecodeState(ids, cached)})
+
+
+def test_a_step_at_a_rate_of_its_own_is_a_step_like_any_other() -> None:
+    """It goes through the schedule: refused without a gradient, and equal to the schedule's own at the same rate."""
+    engine, one, two = _pair()
+    for refused in (one, "two"):
+        with pytest.raises(StateError, match="no gradient"):
+            engine.optim_step(refused, lr=1e-2)
+    assert one.step == two.step == 0
+    engine.forward_backward({one: ONE.examples, two: TWO.examples})
+    with pytest.raises(StateError, match="learning rate of inf"):
+        engine.optim_step(one, lr=math.inf)
+    assert one.has_pending, "a refused step has eaten the gradient"
+    rate = one.learning_rate()
+    assert engine.optim_step(one, lr=rate).lr == rate
+    other, same, _ = _pair()
+    other.forward_backward({same: ONE.examples})
+    other.optim_step(same)
+    assert torch.equal(one.adapter.parameters.values, same.adapter.parameters.values)
+    still = two.adapter.parameters.values.clone()
+    assert engine.optim_step(two, lr=0.0).step == 1 and torch.equal(two.adapter.parameters.values, still)
+    with pytest.raises(StateError, match="no gradient"):
+        engine.optim_step(two, lr=1e-2)
+
+
+@pytest.mark.parametrize("call", ["forward", "forward_backward"])
+def test_batches_are_checked_before_any_of_them_is_taken_in(call: str) -> None:
+    engine, one, two = _pair()
+    bad = [TokenSequence(0, np.array([1, 320], np.int32), np.ones(2, bool))]
+    sources = dict(engine.sources)
+    for batches, error in (
+        ({one: ONE.examples, two: bad}, DataError),
+        ({one: ONE.examples, "nobody": TWO.examples}, StateError),
+        ({one: ONE.examples, "one": ONE.examples[:1]}, StateError),
+        ({one: ONE.examples, two: []}, DataError),
+    ):
+        with pytest.raises(error):
+            getattr(engine, call)(batches)
+        assert engine.sources == sources and not one.has_pending
+    assert set(getattr(engine, call)({one: ONE.examples, "two": TWO.examples})) == {"one", "two"}
+    assert engine.sources == sources
+
+
+def test_a_source_is_lent_once_and_given_back() -> None:
+    engine, _, _ = _pair()
+    sources = dict(engine.sources)
+    with (
+        pytest.raises(StateError, match="in use"),
+        engine.lending({"new": _decoding([1]), "one/train": _decoding([2])}),
+    ):
+        pass
+    assert engine.sources == sources
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (_decoding([5, 320]), r"outside 0\.\.319"),
+        (_decoding([5, 6, -1], 1), "outside"),
+        (_decoding([5] * 257), "257 tokens, the base model takes 256"),
+        (_decoding([5] * 257, 256), "257 tokens"),
+        ([TokenSequence(0, np.array([320], np.int32), np.zeros(1, bool))], "outside"),
+    ],
+    ids=["id", "new id", "position", "new position", "reference"],
+)
+def test_tokens_of_any_source_are_checked_before_a_pass(source: object, message: str) -> None:
+    engine, _, _ = _pair()
+    kind: WorkKind = "decode" if isinstance(source, DecodeSource) else "reference"
+    refs = (source.reference(0),) if isinstance(source, DecodeSource) else (SequenceRef(0, 1),)
+    with engine.lending({"any": source}), pytest.raises(DataError, match=message):  # type: ignore[dict-item]
+        engine.execute(RoundSchedule(0, (GOOD, _batch(WorkItem("one", kind, "any", refs)))))
+    assert not engine.task("one").has_pending, "the pass before it has run"
+
+
+def test_generating_stops_at_the_last_position_and_may_be_nested() -> None:
+    engine, _, _ = _pair()
+    request = Request("one", [5] * 250, frozenset(), max_new_tokens=6)
+    inner: list[list[int]] = []
+
+    def hear(place: int, token: int) -> None:
+        if not inner:
+            inner.extend(generate(engine, [request]))
+
+    assert generate(engine, [request], on_token=hear) == inner
+    with pytest.raises(DataError, match="takes 256"):
+        generate(engine, [replace(request, max_new_tokens=8)])
+    assert not [name for name in engine.sources if "decode" in name]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from muxtune.engine.metrics import COLUMNS, MetricsFiles, eval_row, step_row
-from muxtune.spec.event import EvalResult, StepResult
+from muxtune.engine.metrics import COLUMNS, MetricsFiles, columns_of, eval_row, step_row
+from muxtune.spec.event import EvalResult, Rewards, StepResult
 
 
-def step(number: int, **changes: float) -> StepResult:
+def step(number: int, **changes: object) -> StepResult:
     values = {"loss": 1 / number, "lr": 1e-3, "grad_norm": 0.5, "accuracy": 0.25, "time_s": 0.1, **changes}
     return StepResult("a", number, tokens=7, input_tokens=20, epoch=number / 3, **values)  # type: ignore[arg-type]
 
@@ -36,6 +36,25 @@ def steps(folder: Path) -> list[int]:
         table = list(csv.DictReader(file))
     assert [{key: float(value) for key, value in line.items() if value} for line in table] == rows
     return [row["train/global_step"] for row in rows]
+
+
+def test_rows_of_dpo_have_rewards_by_the_names_of_trl(disk: Path) -> None:
+    files = MetricsFiles(disk, columns_of("dpo"))
+    files.append(step_row(step(1, rewards=Rewards(chosen=0.5, rejected=-0.25))))
+    files.append(eval_row(EvalResult("a", 1, 2.0, 0.75, 30, Rewards(math.nan, 1.0))))
+    first, evaluated = files.rows()
+    found = {key: value for key, value in first.items() if "rewards" in key}
+    assert found == {
+        "train/rewards/accuracies": first["train/rewards/accuracies"],
+        "train/rewards/chosen": 0.5,
+        "train/rewards/rejected": -0.25,
+        "train/rewards/margins": 0.75,
+    }
+    assert evaluated["eval/rewards/accuracies"] == 0.75 and evaluated["eval/rewards/margins"] is None
+    assert not any("token_accuracy" in key for key in (*first, *evaluated, *columns_of("dpo")))
+    files.cut(1)
+    assert (disk / "metrics.csv").read_text().splitlines()[0] == ",".join(columns_of("dpo"))
+    assert len(files.rows()) == 2
 
 
 def test_rows_are_what_trackers_know(files: MetricsFiles, disk: Path) -> None:

@@ -4,14 +4,9 @@ work is done for a gradient that nobody needs."""
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from muxtune.engine.engine import Engine
 from muxtune.engine.task import Task
@@ -19,6 +14,7 @@ from muxtune.models import attention
 from muxtune.models.backbone import Backbone
 from muxtune.plan.types import MicroBatch, RoundRecord
 from tests.engine.build import Trial, attach, backbone_of, mixed_trials, run
+from tests.engine.counting import Calls, Products
 from tests.tiny import SUPPORTED, tiny_model
 
 
@@ -37,42 +33,13 @@ def _four(arch: str) -> tuple[Trial, ...]:
     )
 
 
-class _Calls:
-    """Counts, by name, what each module that holds weights of its own ran, and the shapes it made.
-
-    Two ways at once, because a module may be called as a module (seen by a hook; adapters then take part) or have its
-    class's forward called (seen by wrapping that): it must come to one in all.
-    """
-
-    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hooked: Counter[str] = Counter()
-        self.by_class: Counter[str] = Counter()
-        self.shapes: set[tuple[int, ...]] = set()
-        self.names = {module: name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-        for kind in {type(module) for module in self.names}:
-            monkeypatch.setattr(kind, "forward", self._counted(kind, kind.forward))
-        for module in self.names:
-            module.register_forward_hook(self._note)
-
-    def _counted(self, kind: type[nn.Module], forward: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-            self.by_class[self.names[module]] += type(module) is kind  # not again where it calls its base class
-            return forward(module, *arguments, **keywords)
-
-        return counted
-
-    def _note(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        self.hooked[self.names[module]] += 1
-        self.shapes.add(tuple(output.shape))
-
-
 @pytest.mark.parametrize("arch", SUPPORTED)
 def test_each_module_of_the_backbone_runs_once_on_the_rows_of_all_tasks(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention.register()
     model, trials = tiny_model(arch), _four(arch)
-    calls = _Calls(model, monkeypatch)
+    calls = Calls(model, monkeypatch)
     backbone = Backbone(model)
     engine = Engine(backbone)
     _, record = _one_micro_batch(engine, trials)
@@ -85,39 +52,13 @@ def test_each_module_of_the_backbone_runs_once_on_the_rows_of_all_tasks(
     assert record.actions[0].rows == padded and all(padded in shape for shape in calls.shapes)
 
 
-class _Products(TorchDispatchMode):
-    """Counts, by frozen weight, the matrix products that read it; notes the shape of all that is no view of one."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-        super().__init__()
-        self.frozen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self.named = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}
-        self.reads: Counter[str] = Counter()
-        self.rows: dict[str, int] = {}
-        self.made: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
-            for value in tensors:
-                name = self.named.get(value.untyped_storage().data_ptr())
-                if name is not None and value.dim() == 2:
-                    self.reads[name] += 1
-                    self.rows[name] = result.shape[0]
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in self.frozen:
-                self.made.add(tuple(value.shape))
-        return result
-
-
 @pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
 @pytest.mark.parametrize("arch", ["llama", "llama-tied", "gemma2", "gpt2", "opt-350m"])
 def test_one_product_forward_one_backward_and_nothing_shaped_like_a_weight(arch: str, plain: bool) -> None:
     backbone = backbone_of(arch)
     engine = Engine(backbone, plain=plain)
     weights = {name: op.weight for name, op in backbone.attach_points.items()}
-    with _Products(weights | {"head": backbone.head.weight_VD}, backbone.model) as seen:
+    with Products(weights | {"head": backbone.head.weight_VD}, backbone.model) as seen:
         _one_micro_batch(engine, _four(arch))
     rows = sum(sum(trial.lengths) for trial in _four(arch))
     for name in weights:
@@ -134,7 +75,7 @@ def test_nothing_below_the_lowest_adapter_takes_part_in_the_backward_pass() -> N
     backbone = backbone_of("llama", layers=3)
     engine = Engine(backbone)
     weights = {name: op.weight for name, op in backbone.attach_points.items()}
-    with _Products(weights, backbone.model) as seen:
+    with Products(weights, backbone.model) as seen:
         _one_micro_batch(engine, (Trial("top", [9, 12], targets=("layers.1.mlp.up_proj",)),))
     reads = {name.removeprefix("model.layers."): count for name, count in seen.reads.items()}
     below = {name for name in reads if name.startswith(("0.", "1.self_attn"))} | {"1.mlp.gate_proj", "1.mlp.up_proj"}
@@ -146,7 +87,7 @@ def test_the_head_sees_the_rows_that_predict_a_trained_token() -> None:
     backbone = backbone_of("llama")
     engine = Engine(backbone)
     trials = _four("llama")
-    with _Products({"head": backbone.head.weight_VD}, backbone.model) as seen:
+    with Products({"head": backbone.head.weight_VD}, backbone.model) as seen:
         _, record = _one_micro_batch(engine, trials)
     trained = sum(item.tokens for item in record.actions[0].items)
     assert seen.reads["head"] == 2

@@ -22,9 +22,10 @@ from muxtune.engine.local import LocalEngine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task_folder import read_origin
 from muxtune.engine.training import TrainingRun
-from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError
-from muxtune.spec.event import TaskEvent
+from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError, TaskError
+from muxtune.spec.event import RunEvent, TaskEvent
 from muxtune.spec.run import RunSpec
+from muxtune.spec.status import JobStatus
 from tests.engine.build import Trial, attach, backbone_of
 from tests.engine.runs import (
     bits,
@@ -242,6 +243,47 @@ def test_what_a_killed_process_left_is_removed(make: Make, cache: Path, disk: Pa
         staged.mkdir() if "json" not in path.name else staged.touch()
     train(run, cache_dir=cache, resume=True)
     assert not list((disk / "run").rglob("*.staged"))
+
+
+def test_a_stated_limit_lowers_a_new_jobs_chunks_and_refuses_one_that_began_with_larger(
+    make: Make, cache: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = 2**28
+    monkeypatch.setattr("muxtune.engine.training.memory_here", lambda device: (process, 10**12))
+
+    def limited(rows: int, **options: Any) -> list[RunEvent]:
+        size, model = sizes.sizes[0], sizes.model
+        limit = process + model.weights_bytes + size.state_bytes + model.activation_bytes(rows, size.longest)
+        return train(make({"a": {}}, memory_limit=limit), cache_dir=cache, **options)
+
+    run = TrainingRun(make({"a": {}}), cache_dir=cache)
+    base = run.base()
+    sizes = run.admit(run.prepare(run.plan(), base)[0], base)
+    assert sizes.sizes[0].widest > 64 > sizes.sizes[0].longest
+    with pytest.raises(ConfigError, match="does not fit into memory: its longest batch"):
+        limited(sizes.sizes[0].longest - 1)
+    assert not (disk / "run/a").exists()
+    events = limited(64, stop=stop_after(1))
+    (warning,) = [event for event in events if isinstance(event, TaskEvent) and event.kind == "warning"]
+    assert "chunks of 64 tokens, not 512" in warning.message
+    (state,) = (disk / "run/a").glob("checkpoints/*/state.json")
+    assert json.loads(state.read_text())["chunk_tokens"] == 64
+    assert steps_of(train(make({"a": {}}), cache_dir=cache, resume=True), "a") == [2, 3], "its chunks are its own"
+    train(make({"a": {}}), cache_dir=cache, overwrite=True, stop=stop_after(1))
+    before = everything(disk / "run/a")
+    with pytest.raises(ConfigError, match="has begun with chunks of 512 tokens"):
+        limited(64, resume=True)
+    assert everything(disk / "run/a") == before
+
+
+def test_an_engine_of_ones_own_says_who_failed_when_the_others_are_done(make: Make, cache: Path) -> None:
+    run = make({"good": {}, "wild": {"learning_rate": 1e30}})
+    engine = LocalEngine(run.base_model, cache_dir=cache)
+    good, wild = (engine.attach(run.job(name)) for name in ("good", "wild"))
+    with pytest.raises(TaskError, match=r"failed: wild at step \d: the .* is"):
+        list(engine.run())
+    assert good.status is JobStatus.COMPLETED and wild.status is JobStatus.FAILED
+    assert good.step == good.total_steps == 3 > wild.step
 
 
 class Clock:

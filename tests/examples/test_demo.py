@@ -8,9 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from peft import get_peft_model
 
 from muxtune.data.types import Message
-from muxtune.spec import load_run
+from muxtune.models import attention
+from muxtune.models.backbone import Backbone
+from muxtune.spec import Lora, load_run
+from muxtune.spec.peft import read_peft, type_name
+from tests.tiny import tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASKS = ("json", "sql", "redact", "intent", "shell", "emoji", "persona")
@@ -18,10 +23,15 @@ TASKS = ("json", "sql", "redact", "intent", "shell", "emoji", "persona")
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("muxtune_demo", EXAMPLES / "demo.py")
+    return _load("demo")
+
+
+def _load(name: str) -> ModuleType:
+    """A script of examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"muxtune_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["muxtune_demo"] = module  # dataclasses look their module up there
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
 
@@ -71,12 +81,28 @@ def test_every_task_has_enough_heldout_prompts(demo: ModuleType) -> None:
         assert all([message.role for message in question.messages] == ["system", "user"] for question in questions)
 
 
-def test_demo_config_is_seven_equal_jobs() -> None:
+def test_demo_config_is_seven_jobs_of_four_types() -> None:
     run = load_run(EXAMPLES / "demo.yaml").run
     assert tuple(job.name for job in run.jobs) == TASKS
+    assert {type_name(job.peft) for job in run.jobs} == {"lora", "dora", "ia3", "ln_tuning"}
     for job in run.jobs:
-        assert (job.max_steps, job.effective_batch, job.learning_rate, job.warmup_steps) == (24, 4, 2e-3, 3)
-        assert (job.peft.r, job.peft.lora_alpha) == (8, 16)
+        assert (job.max_steps, job.effective_batch, job.warmup_steps) == (24, 4, 3)
+        if isinstance(job.peft, Lora):
+            assert (job.peft.r, job.peft.lora_alpha, job.learning_rate) == (8, 16, 2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # peft of the norms that it tunes
+@pytest.mark.parametrize("name", ["lora", "dora", "ia3", "ln_tuning"])
+def test_the_other_side_trains_as_many_numbers(name: str) -> None:
+    """The slice with transformers + peft is of the same adapters."""
+    with_peft = _load("with_peft")
+    spec = read_peft(name)
+    attention.register()
+    places = Backbone(tiny_model("llama")).places
+    model = get_peft_model(tiny_model("llama"), with_peft.peft_config(spec))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trained == spec.parameters(places)  # type: ignore[union-attr]
+    model.unload()
 
 
 @pytest.mark.parametrize(("config", "jobs"), [("three.yaml", 3), ("sweep.yaml", 8)])

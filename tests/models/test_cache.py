@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from muxtune.errors import ModelError
+from muxtune.errors import ConfigError, ModelError
 from muxtune.models.cache import (
     RECEIPT,
     Origin,
@@ -37,6 +37,17 @@ def test_the_cache_lies_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path
     for value in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert default_cache_dir() == tmp_path / "home" / ".cache" / "muxtune"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        default_cache_dir()
 
 
 def test_a_folder_is_built_once_and_for_its_user_only(tmp_path: Path) -> None:

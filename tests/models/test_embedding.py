@@ -92,11 +92,14 @@ def test_a_model_that_does_not_use_its_embedding_is_an_error() -> None:
 def test_its_place_says_its_size(arch: str) -> None:
     model = tiny_model(arch)
     backbone = Backbone(model)
-    place, *points = backbone.places
+    place, *points, head = backbone.places
     weight = model.get_input_embeddings().weight
     assert (place.kind, place.inputs, place.outputs) == ("embedding", *weight.shape)
     assert model.get_submodule(place.name).weight is weight
     assert [point.name for point in points] == list(backbone.ops)
+    weight = model.get_output_embeddings().weight
+    assert (head.kind, head.inputs, head.outputs) == ("head", *weight.shape[::-1])
+    assert model.get_submodule(head.name).weight is weight and list(backbone.ends) == [place.name, head.name]
     heads, key_value_heads, width = backbone.attention_shape
     shapes = {name: op.out_features for name, op in backbone.attach_points.items()}
     for name, op in backbone.attach_points.items():

@@ -76,13 +76,27 @@ def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
 
 
-def test_a_change_of_a_tied_head_is_refused_and_on_its_own_head_merged(tmp_path: Path) -> None:
-    head: Pairs = {"lm_head": (torch.ones(2, 48), torch.ones(320, 2))}
-    tied = model_folder(tiny_folder(tmp_path / "tied", "llama-tied"), tmp_path)
-    with pytest.raises(AdapterError, match="shares its matrix with the embedding"):
-        merge(tied, head, tmp_path / "merged", scale=1.0)
-    untied = model_folder(tiny_folder(tmp_path / "untied", "llama"), tmp_path)
-    assert merge(untied, head, tmp_path / "merged", scale=1.0).changed_tensors == 1
+@pytest.mark.parametrize("bare", [False, True], ids=["prefixed", "bare"])
+@pytest.mark.parametrize("arch", ["llama", "llama-tied", "gpt2", "opt"])
+def test_a_changed_head_leaves_the_embedding_as_it_is(arch: str, bare: bool, tmp_path: Path) -> None:
+    """Tied weights become two, in checkpoints of the whole model and of the inner one alone."""
+    model = tiny_model(arch)
+    path = tiny_folder(tmp_path / "base", arch)
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    if bare:
+        tensors, prefix = load_file(path / "model.safetensors"), f"{model.base_model_prefix}."
+        renamed = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
+    head: Pairs = {"lm_head": (0.1 * torch.ones(2, 48), torch.randn(320, 2))}
+    report = merge(model_folder(path, tmp_path), head, tmp_path / "merged", scale=1.0)
+    assert report.changed_tensors == 1
+    assert report.difference is not None and report.effect is not None and report.difference < 1e-4 < report.effect
+    merged = load(tmp_path / "merged")
+    assert torch.equal(merged.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    weight = model.get_output_embeddings().weight + head["lm_head"][1] @ head["lm_head"][0]
+    torch.testing.assert_close(merged.get_output_embeddings().weight, weight)
+    assert not merged.config.tie_word_embeddings
+    assert bare or {"lm_head.weight", f"{embedding}.weight"} <= load_file(tmp_path / "merged/model.safetensors").keys()
 
 
 def test_a_checkpoint_saved_without_its_prefix(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muxtune.peft.base import HandWritten, Kept
+from muxtune.peft.dropout import RowKeys
+
 CPU = torch.device("cpu")
 
 
@@ -29,3 +32,12 @@ class FrozenLinear:
     def input_gradient(self, grad_TO: Tensor) -> Tensor:
         self.backward_rows.append(grad_TO.shape[0])
         return grad_TO @ self.weight_OI
+
+
+def backward(
+    module: HandWritten, x_tI: Tensor, kept: Kept, grad_y_tO: Tensor, grad_x_tI: Tensor | None, keys: RowKeys | None
+) -> None:
+    """Both steps of a module's backward; `grad_x_tI` None where nothing below trains."""
+    own = module.backward_output(x_tI, kept, grad_y_tO, keys)
+    if grad_x_tI is not None:
+        module.backward_input(x_tI, own, grad_x_tI, keys)

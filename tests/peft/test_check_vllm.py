@@ -90,7 +90,10 @@ def renamed(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
         (lambda t: t.update({f"{PREFIX}lm_head.weight": torch.ones(2)}), "not lora_A or lora_B weights"),
         (lambda t: t.update({f"{PREFIX}lm_head.base_layer.weight": torch.ones(2)}), "not lora_A or lora_B weights"),
         (lambda t: t.update({f"{PREFIX}score.weight": torch.ones(2)}), "not lora_A or lora_B weights"),
-        (lambda t: t.update({f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.ones(2)}), "not lora_A or lora_B"),
+        (
+            lambda t: t.update({f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.ones(2)}),
+            "will not load this: tensors on the embedding or the head: model.embed_tokens.lora_embedding_A",
+        ),
         (lambda t: t.update({f"{PREFIX}{MODULE}.lora_A.weight": torch.ones(())}), "not lora_A or lora_B weights"),
         (renamed(MODULE, "lm_head"), "embedding or the head: lm_head"),
         (renamed(MODULE, "model.embed_tokens"), "embedding or the head: model.embed_tokens"),

@@ -50,7 +50,7 @@ matrix:
   halving: {metric: eval/loss, mode: min, at_steps: [12, 24], keep: 0.5}
 """
 
-# The third job, and the lines that ask for what is not supported yet.
+# The third job; and lines of the sweep that ask for what is not supported yet.
 IA3_JOB = THREE[THREE.index("  - name: sentiment") :]
 HALVING = SWEEP[SWEEP.index("  halving:") :]
 

@@ -31,6 +31,15 @@ def test_the_defaults_of_the_contract() -> None:
     assert (job.method, job.shuffle, job.report_to, job.eval_every) == ("sft", True, "none", None)
 
 
+def test_dpo_has_a_beta_and_goes_by_pairs() -> None:
+    job = JobSpec(name="a", datasets=("a",), method="dpo")
+    assert (job.beta, job.group_size) == (0.1, 2)
+    assert JobSpec.model_validate_json(job.model_dump_json()) == job
+    assert JobSpec(name="a", datasets=("a",), method="dpo", beta=0.5).beta == 0.5
+    sft = JobSpec(name="a", datasets=("a",))
+    assert (sft.beta, sft.group_size) == (None, 1)
+
+
 def test_the_effective_batch_is_the_product() -> None:
     job = JobSpec(name="a", datasets=("a",), per_device_train_batch_size=3, gradient_accumulation_steps=4)
     assert job.effective_batch == 12
@@ -63,6 +72,14 @@ def test_the_effective_batch_is_the_product() -> None:
         ({"validation": {"path": "v", "eval_steps": 2}, "eval_steps": 3}, "eval_steps", "says 2"),
         ({"eval_steps": 3}, "eval_steps", "nothing is held out"),
         ({"lr": 1e-3}, "lr", "unknown key"),
+        ({"beta": 0.1}, "beta", "belongs to method dpo"),
+        ({"method": "dpo", "beta": 0}, "beta", "more than 0"),
+        ({"method": "dpo", "beta": None}, "beta", "dpo needs a beta"),
+        ({"method": "dpo", "train_on": "all"}, "train_on", "the two responses"),
+        ({"method": "dpo", "overlong": "split"}, "overlong", "cannot be split"),
+        ({"method": "dpo", "datasets": [{"path": "a", "type": "text"}]}, "method", "text data do not go with"),
+        ({"datasets": [{"path": "a", "type": "preference"}]}, "method", "preference data do not go with method sft"),
+        ({"method": "dpo", "validation": {"path": "a", "type": "messages"}}, "method", "messages data do not go"),
     ],
 )
 def test_refusals_are_config_errors_with_the_key(keys: dict[str, object], where: str, message: str) -> None:

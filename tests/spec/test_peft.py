@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from muxtune.errors import ConfigError
+from muxtune.errors import AdapterError, ConfigError
 from muxtune.spec import Lora, Place
-from muxtune.spec.peft import PEFT_SPECS, peft_family, read_peft
+from muxtune.spec.peft import PEFT_SPECS, peft_family, read_peft, type_name
+from muxtune.spec.peft.targets import refuse_ends
 
 
 def linears(*shapes: tuple[int, int]) -> list[Place]:
@@ -23,6 +24,34 @@ def test_costs_from_attach_points_alone() -> None:
     assert lora.state_bytes(PLACES) == 16 * lora.parameters(PLACES)
     assert (lora.virtual_rows, lora.prefix_length, lora.scaling) == (0, 0, 4.0)
     assert lora.parameters([]) == 0
+
+
+ENDS = [
+    Place("embed", "embedding", frozenset({"embed"}), None, 100, 12),
+    *PLACES,
+    Place("lm_head", "head", frozenset({"head"}), None, 16, 100),
+]
+
+
+def test_the_embedding_and_the_head_are_taken_by_name_only() -> None:
+    assert Lora(r=4).parameters(ENDS) == Lora(r=4).parameters(PLACES)
+    lora = Lora(r=4, target_modules=["embed", "lm_head", "layers.1.proj"])
+    assert lora.parameters(ENDS) == 4 * (112 + 116 + 24)
+    # a lookup has no product with the entries: forward, B's gradient, and that of the looked-up rows
+    assert lora.flops_per_token(ENDS) == 2 * 4 * 3 * (12 + 116 + 24)
+    assert lora.state_bytes(ENDS) == 16 * lora.parameters(ENDS)
+    assert lora.unmatched(ENDS) == () and lora.unmatched(PLACES) == ("embed", "lm_head")
+    refuse_ends(lora, ENDS)
+    refuse_ends(Lora(use_rslora=True, target_modules=["lm_head"]), ENDS)
+
+
+@pytest.mark.parametrize("name", ["dora", "pissa", "bitfit", "shira", "ln_tuning", "ia3"])
+@pytest.mark.parametrize(("target", "what"), [("embed", "token embedding"), ("lm_head", "head")])
+def test_other_types_have_no_place_there(name: str, target: str, what: str) -> None:
+    spec = read_peft({"type": name, "target_modules": [target]})
+    assert spec.unmatched(ENDS) == (target,)
+    with pytest.raises(AdapterError, match=f"'{target}' is the base model's {what}, which {name} does not train"):
+        refuse_ends(spec, ENDS)
 
 
 def test_parameters_are_those_that_peft_makes() -> None:
@@ -80,3 +109,12 @@ def test_kin_of_lora_by_its_keys() -> None:
 
 def test_families() -> None:
     assert [peft_family(name) for name in ("dora", "LoRA", "houlsby", "ia3")] == ["lora", "lora", "bottleneck", "ia3"]
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "rslora", "pissa", "houlsby", "pfeiffer", "parallel", "ia3", "shira"])
+def test_a_spec_is_called_what_it_was_asked_for_as(name: str) -> None:
+    assert type_name(read_peft(name)) == name  # type: ignore[arg-type]
+
+
+def test_two_short_names_at_once() -> None:
+    assert type_name(Lora(use_dora=True, use_rslora=True)) == "dora+rslora"

@@ -55,6 +55,23 @@ def test_origins_of_a_sweep_and_of_a_flat_file() -> None:
     assert flat["jobs.flat.datasets.0.path"] == "flat.yaml:3"
 
 
+def test_what_a_short_name_sets_comes_from_the_name() -> None:
+    text = "model: m\noutput_dir: o\ndefaults: {datasets: a, peft: {type: dora, r: 4}}\njobs:\n"
+    text += "  - name: a\n  - {name: b, adapter: PiSSA}\n  - {name: c, peft: parallel}\n"
+    text += "  - {name: d, peft: {type: dora, use_dora: yes}}\n  - {name: e, peft: {type: lora}}\n"
+    found = origins(load(text, name="short.yaml"))
+    assert {
+        "jobs.a.peft.type": "short.yaml:3 (defaults)",
+        "jobs.a.peft.use_dora": "short.yaml:3 (defaults, type dora)",
+        "jobs.a.peft.use_rslora": "default",
+        "jobs.b.peft.init_lora_weights": "short.yaml:6 (alias adapter, type PiSSA)",
+        "jobs.b.peft.use_dora": "default",
+        "jobs.c.peft.placement": "short.yaml:7 (type parallel)",
+        "jobs.d.peft.use_dora": "short.yaml:8",
+        "jobs.e.peft.use_dora": "default",
+    }.items() <= found.items()
+
+
 def test_json_holds_the_run() -> None:
     resolved = load(TWO)
     assert RunSpec.model_validate(json.loads(render_json(resolved))["run"]) == resolved.run

@@ -24,7 +24,8 @@ app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_mark
 
 DataFile = Annotated[str, typer.Argument(metavar="FILE", help="A .jsonl or .json file.", show_default=False)]
 Shape = Annotated[
-    str | None, typer.Option("--type", metavar="SHAPE", help="messages, prompt_completion, alpaca, sharegpt or text.")
+    str | None,
+    typer.Option("--type", metavar="SHAPE", help="messages, prompt_completion, alpaca, sharegpt, text or preference."),
 ]
 BaseModel = Annotated[
     str | None, typer.Option("--base-model", metavar="MODEL", help="Whose tokenizer and chat template to use.")
@@ -99,7 +100,8 @@ def _job_of(file: str, shape: str | None) -> JobSpec:
     from muxtune.spec.dataset import Dataset
     from muxtune.spec.job import JobSpec
 
-    return JobSpec(name="data", datasets=(Dataset(path=file, type=shape),))
+    data = Dataset(path=file, type=shape)
+    return JobSpec(name="data", method="dpo" if data.type == "preference" else "sft", datasets=(data,))
 
 
 def _configured(config: str, name: str | None, file: str, shape: str | None) -> tuple[JobSpec, str]:
@@ -119,7 +121,7 @@ def _configured(config: str, name: str | None, file: str, shape: str | None) -> 
             names = ", ".join(job.name for job in run.jobs)
             raise ConfigError("there is no such job", where=f"--job {name}", hint=f"jobs: {names}") from None
     if shape is not None:
-        job = job.model_copy(update={"datasets": (Dataset(path=file, type=shape),)})
+        job = job.model_copy(update={"datasets": (Dataset(path=file, type=shape),)})  # whatever the job's method
     return job, run.base_model
 
 

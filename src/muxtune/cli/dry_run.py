@@ -91,9 +91,16 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
     job, report = prepared.job, prepared.data.report
     found = load_checkpoint(plan.folder) if plan.begin == "continue" else None
     done = found.state.step if found is not None else 0
-    steps = total_steps(job, len(prepared.data.train))
-    share = (steps - done) * min(job.effective_batch, len(prepared.data.train)) / len(prepared.data.train)
+    groups = prepared.data.groups
     rows = report.train_tokens + report.train_sequences * job.peft.virtual_rows
+    steps = total_steps(job, groups)
+    share = (steps - done) * min(job.effective_batch, groups) / groups
+    flops = share * _flops(rows, report.trained_tokens, size, model)
+    if job.method == "dpo":  # at most once the backbone alone, and each time the head once more
+        flops += (
+            min(1, share) * 2 * (report.train_tokens * model.layer_weights + report.trained_tokens * model.head_weights)
+        )
+        flops += share * 2 * report.trained_tokens * model.head_weights
     return Estimate(
         job.name,
         plan.begin,
@@ -106,14 +113,18 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
         done,
         size.parameters,
         size.state_bytes,
-        share * _flops(rows, report.trained_tokens, size, model) / rate * _BESIDE_PRODUCTS,
-        report.warnings,
+        flops / rate * _BESIDE_PRODUCTS,
+        (*report.warnings, *filter(None, [size.warning])),
     )
 
 
 def _flops(rows: int, trained_tokens: int, size: JobSize, model: Footprint) -> float:
-    """Of the products: forward and input gradient, 2 each a weight; no weight gradient but the adapter's."""
-    return rows * (4 * model.layer_weights + size.flops_per_token) + trained_tokens * 4 * model.head_weights
+    """Of the products: forward and input gradient, 2 each a weight; no weight gradient but the adapter's. With
+    recomputation the layers run forward twice, and so does the adapter, whose forward pass is a third of it."""
+    layers = 4 * model.layer_weights + size.flops_per_token
+    if model.recompute:
+        layers += 2 * model.layer_weights + size.flops_per_token // 3
+    return rows * layers + trained_tokens * 4 * model.head_weights
 
 
 def _products_per_s(training: TrainingRun, model: Footprint) -> float:
@@ -161,7 +172,8 @@ def _memory(admission: Admission) -> str:
     return (
         f"{size_text(admission.peak_bytes)} of {size_text(admission.limit_bytes)}: "
         f"base model {size_text(admission.model.weights_bytes)}, adapters {size_text(states)}, activations "
-        f"{size_text(admission.peak_bytes - held)} (up to {admission.fuse_tokens:,} tokens at once), "
+        f"{size_text(admission.peak_bytes - held)} (up to {admission.fuse_tokens:,} tokens at once"
+        f"{', computed twice to save memory' * admission.model.recompute}), "
         f"process {size_text(admission.process_bytes)}"
     )
 
@@ -181,6 +193,7 @@ def _as_json(
             "process_bytes": admission.process_bytes,
             "adapter_bytes": sum(size.state_bytes for size in admission.sizes),
             "fuse_tokens": admission.fuse_tokens,
+            "recompute": admission.model.recompute,
         }
     return {
         "jobs": [asdict(one) for one in estimates],

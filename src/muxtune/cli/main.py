@@ -6,6 +6,7 @@ tokenizers nor rich. Exit status: 0 done, 1 a job failed or a check said no, 2 u
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
@@ -19,10 +20,11 @@ from muxtune.cli.terminal import flush_stdout, prepare_streams, tell
 from muxtune.errors import MuxTuneError
 
 _BROKEN_PIPE = 141  # what a shell reports of a process that SIGPIPE ended
+_SPINS = "5000"  # docs/log.md has what this was measured at
 
 app = typer.Typer(
     name="muxtune",
-    help="Train many LoRA adapters at once on one frozen base model, each exactly as if it were alone.",
+    help="Train many PEFT adapters at once on one frozen base model, each exactly as if it were alone.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -50,19 +52,30 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options before the command. `main` reads --debug itself: it must know it when a command has failed."""
+    """Options before the command. `run` takes --debug out by itself, wherever it stands."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its status."""
+    _bound_spinning()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     sys.exit(run(arguments))
+
+
+def _bound_spinning() -> None:
+    """Threads that wait for others spin for a moment and then sleep, unless the user has said how they wait.
+
+    Spinning on, as they do by default, makes a run many times slower once another process takes a core. Read
+    once, when torch is imported.
+    """
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        os.environ["GOMP_SPINCOUNT"] = _SPINS
 
 
 def run(arguments: Sequence[str]) -> int:
     """The exit status of a command line."""
     prepare_streams()
-    debug = bool(arguments) and arguments[0] == "--debug"
+    arguments, debug = _without_debug(arguments)
     try:
         status = _command(arguments)
     except MuxTuneError as error:
@@ -81,6 +94,13 @@ def run(arguments: Sequence[str]) -> int:
         print_bug(error, debug=debug)
         status = 1
     return status if flush_stdout() else _BROKEN_PIPE
+
+
+def _without_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """The command line without --debug, and whether it was there: before or after the command, not after `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [one for one in arguments[:end] if one != "--debug"]
+    return [*kept, *arguments[end:]], len(kept) < end
 
 
 def _command(arguments: Sequence[str]) -> int:

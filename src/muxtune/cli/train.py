@@ -73,9 +73,9 @@ def _train(training: TrainingRun, arguments: Sequence[str]) -> int:
         StopSignal(lambda: progress.say("stopping at the end of this step; Ctrl-C again stops at once")) as stop,
     ):
         training.stop = stop
+        insisted = False
         try:
             _listen(training, view, progress, stop)
-            insisted = False
         except KeyboardInterrupt:
             insisted = True
         except MuxTuneError as caught:

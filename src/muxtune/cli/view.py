@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
+from muxtune.spec.peft import type_name
 
 _WINDOW_S = 20.0
 _STATES = {"started": "running", "resumed": "running", "queued": "queued", "paused": "paused"}
@@ -111,7 +112,7 @@ class RunView:
     """All tasks of a run, in the order of its config."""
 
     def __init__(self, jobs: Iterable[JobSpec], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.tasks = {job.name: TaskView(job.name, job.peft.type, job.logging_steps) for job in jobs}
+        self.tasks = {job.name: TaskView(job.name, type_name(job.peft), job.logging_steps) for job in jobs}
         self.pace = Pace()
         self.note = ""
         self._clock = clock

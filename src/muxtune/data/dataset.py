@@ -8,6 +8,8 @@
   them, chosen by the seed, once more. 0.5 trains on a fixed half, 2 shows everything twice.
 - Data sets follow each other in the order given; mixing them is the sampler's work. `index` numbers the training
   sequences (copies and pieces have their own), and the validation sequences likewise.
+- A preference pair is one example until it is numbered; then its halves follow each other, the chosen one (an even
+  index) first. A job's data are all pairs or none, as its method wants.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from muxtune.data.sampler import seeded_order
 from muxtune.data.tokenize import Cancelled, ExampleRenderer, never, tokenize_file
 from muxtune.data.tokenizer import TextTokenizer
 from muxtune.data.tokens import TokenizedFile
-from muxtune.data.types import Shape, TokenSequence
+from muxtune.data.types import Shape, TokenSequence, group_size
 from muxtune.errors import ConfigError, DataError
 from muxtune.spec.job import JobSpec
 
@@ -48,17 +50,25 @@ class Selection:
     overlong: Overlong | None = None
     val_set_size: float = 0  # examples, or a fraction below 1 of them
     seed: int = 42
+    pairs: bool | None = None  # whether the data have to be preference pairs; None: either
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskData:
-    """`shape` is the first file's; `system` the system message that all training examples share, if they do."""
+    """`shape` is the first file's, `prompt_shape` says how its prompts are written; `system` is the system message that
+    all training examples share, if they do."""
 
     train: tuple[TokenSequence, ...]
     validation: tuple[TokenSequence, ...]
     report: DataReport
     shape: Shape
     system: str | None = None
+    prompt_shape: Shape = "messages"
+
+    @property
+    def groups(self) -> int:
+        """Training examples as the method counts them: sequences, or pairs of them."""
+        return len(self.train) // group_size(self.shape)
 
 
 def build(
@@ -78,7 +88,7 @@ def build(
         [Source(data.path, data.type, data.weight) for data in job.datasets],
         Source(held_out.path, held_out.type) if held_out else None,
         renderer,
-        Selection(max_length, job.overlong, job.val_set_size, job.seed),
+        Selection(max_length, job.overlong, job.val_set_size, job.seed, pairs=job.method == "dpo"),
         cache=cache,
         cancelled=cancelled,
     )
@@ -109,9 +119,11 @@ def assemble(
 
     def load(source: Source) -> tuple[Kept, TokenizedFile, FileReport]:
         tokens, cached = tokenize_file(source.path, source.type, renderer, cache, cancelled)
+        if selection.pairs not in (None, tokens.shape == "preference"):
+            raise _other_method(source.path, tokens.shape)
         policy = selection.overlong or default_overlong(tokens.shape)
-        kept = keep(tokens.table, source.path, selection.max_length, policy)
-        return kept, tokens, FileReport(source.path, tokens.shape, tokens.sha256, len(tokens.table), cached)
+        kept = keep(tokens.table, source.path, selection.max_length, policy, group=tokens.group)
+        return kept, tokens, FileReport(source.path, tokens.shape, tokens.sha256, tokens.examples, cached)
 
     loaded = [load(source) for source in sources]
     train, validation = _hold_out([kept.examples for kept, _, _ in loaded], selection)
@@ -132,6 +144,17 @@ def assemble(
         ),
         shape=loaded[0][1].shape,
         system=systems.pop() if len(systems) == 1 else None,
+        prompt_shape=loaded[0][1].prompt_shape,
+    )
+
+
+def _other_method(path: str, shape: Shape) -> DataError:
+    if shape == "preference":
+        return DataError("the data are preference pairs, the method is sft", where=path, hint="method: dpo")
+    return DataError(
+        f"the data are not preference pairs but {shape}, the method is dpo",
+        where=path,
+        hint="dpo needs a prompt, a chosen and a rejected response a line; others train with method: sft",
     )
 
 

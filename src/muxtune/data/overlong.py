@@ -6,6 +6,9 @@
     split      it becomes pieces of at most `max_length` tokens, each beginning with the last token of the one before:
                that token is context there, so every target of the whole is a target of exactly one piece
 
+A preference pair is one example: it is `overlong` where either half is, each half is truncated for itself, and it goes
+as a whole where a half has no target left. It cannot be split.
+
 Pieces without a target are left out, and so is an example that has none left. The default is `split` for text and
 `truncate` for all other shapes: a piece of a conversation that has lost its question teaches to answer nothing.
 """
@@ -23,7 +26,7 @@ from muxtune.errors import DataError
 
 Overlong = Literal["truncate", "drop", "fail", "split"]
 Piece = tuple[Ids, Mask]
-Pieces = Sequence[Piece]  # of one example; at least one, each with a target
+Pieces = Sequence[Piece]  # of one example; at least one (two, of a pair), each with a target
 
 
 @dataclass(slots=True)
@@ -42,17 +45,22 @@ def default_overlong(shape: Shape) -> Overlong:
     return "split" if shape == "text" else "truncate"
 
 
-def keep(table: TokenTable, path: str, max_length: int, policy: Overlong) -> Kept:
-    """Applies the policy to every example of a file. Raises DataError where it refuses one, or none is left."""
+def keep(table: TokenTable, path: str, max_length: int, policy: Overlong, *, group: int = 1) -> Kept:
+    """Applies the policy to every example (`group` rows) of a file. Raises DataError where it refuses one, or none is
+    left."""
+    if group > 1 and policy == "split":
+        raise DataError("a preference pair cannot be split", where=path, hint="overlong: truncate, drop or fail")
     kept, problems = Kept(path), ProblemList()
-    for number, line in enumerate(table.lines.tolist()):
-        ids, mask = table.row(number)
-        overlong = len(ids) > max_length
+    for first in range(0, len(table), group):
+        line = int(table.lines[first])
+        rows = [table.row(number) for number in range(first, first + group)]
+        longest = max(len(ids) for ids, _ in rows)
+        overlong = longest > max_length
         if overlong and policy == "fail":
-            problems.add(line, "overlong", f"{len(ids)} tokens, more than max_length {max_length}")
+            problems.add(line, "overlong", f"{longest} tokens, more than max_length {max_length}")
         elif overlong and policy == "drop":
             kept.dropped_overlong.append(line)
-        elif pieces := cut(ids, mask, max_length, policy):
+        elif pieces := _whole_group([cut(ids, mask, max_length, policy) for ids, mask in rows]):
             kept.examples.append(pieces)
             if overlong:
                 (kept.split if policy == "split" else kept.truncated).append(line)
@@ -62,6 +70,11 @@ def keep(table: TokenTable, path: str, max_length: int, policy: Overlong) -> Kep
     if not kept.examples:
         raise _nothing_left(kept, max_length)
     return kept
+
+
+def _whole_group(halves: Sequence[Pieces]) -> Pieces:
+    """The pieces of all, or none where one has none."""
+    return [piece for pieces in halves for piece in pieces] if all(halves) else []
 
 
 def cut(ids: Ids, mask: Mask, max_length: int, policy: Overlong) -> Pieces:

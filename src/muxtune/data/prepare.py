@@ -39,7 +39,7 @@ class PreparedJob:
 
     @property
     def prompt_format(self) -> PromptFormat:
-        return PromptFormat(self.data.shape, self.data.system, self.renderer.eos_ids)
+        return PromptFormat(self.data.prompt_shape, self.data.system, self.renderer.eos_ids)
 
     @property
     def datasets(self) -> tuple[DatasetRecord, ...]:

@@ -47,10 +47,16 @@ class Preview:
 
 
 def preview(renderer: Renderer, examples: Sequence[Example]) -> list[Preview]:
-    """What becomes of each example. Raises DataError as `Renderer.render` does."""
+    """What becomes of each example; a pair is two. Raises DataError as `Renderer.render` does."""
+    parts = [
+        (part, f" {half}" if half else "")
+        for example in examples
+        for part, half in zip(example.group, ("chosen", "rejected") if example.rejected else ("",), strict=True)
+    ]
+    results = renderer.render([part for part, _ in parts])
     return [
-        _one(f"{example.path}:{example.line}", result, renderer.tokenizer)
-        for example, result in zip(examples, renderer.render(examples), strict=True)
+        _one(f"{part.path}:{part.line}{half}", result, renderer.tokenizer)
+        for (part, half), result in zip(parts, results, strict=True)
     ]
 
 

@@ -2,7 +2,8 @@
 
     line -> strict JSON (lines.py, strict_json.py) -> the file's layout (shapes.py) -> Example
 
-The first line that fits a layout decides it for the whole file; nothing is guessed again half-way through.
+The first line that fits a layout decides it for the whole file; nothing is guessed again half-way through. Preference
+pairs of one file are all conversations or all bare texts, likewise.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class ExampleReader:
         self.examples = 0
         self._declared = declared
         self._layout: Layout | None = None
+        self._chat: bool | None = None  # of preference pairs
         self._digest = hashlib.sha256()
 
     @property
@@ -89,7 +91,18 @@ class ExampleReader:
             raise LineError("not_object", f"expected an object, got {type_name(value)}")
         if self._layout is None:
             self._layout = detect(value, self._declared)
-        return to_example(value, self._layout, self._declared, self.path, number)
+        example = to_example(value, self._layout, self._declared, self.path, number)
+        if example.rejected is not None:
+            self._require_same_form(bool(example.messages))
+        return example
+
+    def _require_same_form(self, chat: bool) -> None:
+        if self._chat is None:
+            self._chat = chat
+        if chat != self._chat:
+            kinds = ("a conversation", "bare text")
+            line, file = kinds if chat else kinds[::-1]
+            raise LineError("other_shape", f"the pair is {line}, the pairs of the file are {file}")
 
 
 def read_examples(path: str, declared: Shape | None = None) -> tuple[Example, ...]:

@@ -5,18 +5,22 @@
     alpaca              {"instruction", "input"?, "output", "system"?, "history"?}   -> messages
     prompt_completion   {"prompt", "completion"} or {"input", "output"}            (also named input_output)
     text                {"text"}
+    preference          {"prompt" or "messages", "chosen", "rejected"}, or OpenAI's {"input", "preferred_output",
+                        "non_preferred_output"}    (pairs.py)
 
 A file has one layout. The first line that fits one decides it, and a later line of another is an error with its line,
 not a second guess. Keys beyond a layout's own (ids, sources) are ignored; two layouts in one line are refused, except
-that `text` yields to every other and input/output to alpaca (the public alpaca file carries all of these columns).
+that `text` yields to every other, input/output to alpaca (the public alpaca file carries all of these columns), and
+`messages` to a pair beside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muxtune.data.fields import Json, string, tool_definitions
+from muxtune.data.pairs import Pair, from_openai_pair, from_pair
 from muxtune.data.problems import LineError, quoted
 from muxtune.data.turns import from_alpaca, from_messages, from_sharegpt
 from muxtune.data.types import Example, Message, Shape
@@ -31,6 +35,7 @@ ALIASES: dict[str, Shape] = {
     "alpaca": "alpaca",
     "sharegpt": "sharegpt",
     "text": "text",
+    "preference": "preference",
 }
 
 
@@ -65,12 +70,16 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout("messages", ("messages",)),
+    Layout("messages", ("messages",), yields_to=("chosen", "rejected")),
     Layout("sharegpt", ("conversations",)),
     Layout("alpaca", ("instruction", "output")),
     Layout("prompt_completion", ("prompt", "completion")),
     Layout("prompt_completion", ("input", "output"), yields_to=("instruction",)),
     Layout("text", ("text",), yields_to=("messages", "conversations", "instruction", "prompt", "output")),
+    Layout("preference", ("prompt", "chosen", "rejected")),
+    Layout("preference", ("messages", "chosen", "rejected"), yields_to=("prompt",)),
+    Layout("preference", ("input", "preferred_output", "non_preferred_output")),
+    Layout("preference", ("input", "preferred_completion", "non_preferred_completion")),
 )
 
 
@@ -103,8 +112,14 @@ def to_example(line: Json, layout: Layout, declared: Shape | None, path: str, nu
 
 
 def teaches(example: Example) -> bool:
-    """Whether any part of the example can be a target under the default `train_on`."""
-    if example.shape in ("prompt_completion", "text"):
+    """Whether any part of the example - of each half, of a pair - can be a target under the default `train_on`."""
+    if example.rejected is not None:
+        return _has_target(example) and teaches(example.rejected)
+    return _has_target(example)
+
+
+def _has_target(example: Example) -> bool:
+    if not example.messages:
         return bool(example.completion)
     return any(_taught(message) for message in example.messages)
 
@@ -123,7 +138,7 @@ def _does_not_fit(line: Json, layout: Layout) -> LineError:
 
 def _unknown_shape(line: Json) -> str:
     if "chosen" in line or "rejected" in line:
-        return "preference pairs (chosen/rejected) are not supported yet"
+        return "a preference pair is `prompt` (or `messages`), `chosen` and `rejected`; not all are there"
     found = ", ".join(quoted(key) for key in list(line)[:8]) or "none"
     return f"keys {found} fit no known shape: {'; '.join(str(layout) for layout in LAYOUTS)}"
 
@@ -150,10 +165,27 @@ def _text(line: Json, layout: Layout, path: str, number: int) -> Example:
     return Example(path, number, layout.shape, completion=string(line, "text"))
 
 
+def _preference(line: Json, layout: Layout, path: str, number: int) -> Example:
+    pair = from_openai_pair(line, *layout.keys) if layout.keys[0] == "input" else from_pair(line, layout.keys[0])
+    return _pair_example(pair, path, number)
+
+
+def _pair_example(pair: Pair, path: str, number: int) -> Example:
+    def half(response: tuple[Message, ...] | str) -> Example:
+        if isinstance(response, str):
+            assert isinstance(pair.prompt, str)
+            return Example(path, number, "preference", prompt=pair.prompt, completion=response)
+        assert not isinstance(pair.prompt, str)
+        return Example(path, number, "preference", messages=(*pair.prompt, *response), tools=pair.tools)
+
+    return replace(half(pair.chosen), rejected=half(pair.rejected))
+
+
 _CONVERT: dict[Shape, Callable[[Json, Layout, str, int], Example]] = {
     "messages": _chat(from_messages),
     "sharegpt": _chat(from_sharegpt),
     "alpaca": _chat(from_alpaca),
     "prompt_completion": _prompt_completion,
     "text": _text,
+    "preference": _preference,
 }

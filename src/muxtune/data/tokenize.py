@@ -3,7 +3,9 @@
     path -> digest -> cached? -> else read, render and collect every refusal, then store
 
 Boundary: what is a target is the renderer's decision, but for one rule: an answer that says nothing (an empty
-completion) teaches nothing, so an example of only such answers has no target. What is too long is dealt with later.
+completion) teaches nothing, so an example of only such answers has no target - and a pair has none where one of its
+halves has none. A pair is two rows of the table, one after the other, or none where either is refused. What is too long
+is dealt with later.
 """
 
 from __future__ import annotations
@@ -64,26 +66,32 @@ def tokenize_file(
 def _tokenize(reader: ExampleReader, renderer: ExampleRenderer, cancelled: Cancelled) -> TokenizedFile:
     builder = TableBuilder()
     systems: set[str | None] = set()
+    chat = False
     for batch in reader.batches():
         if cancelled():
             raise StateError("reading the data was cancelled", where=reader.path)
         systems.update(_system(record.example) for record in batch)
+        chat = chat or any(record.example.messages for record in batch)
         _render(batch, renderer, reader, builder)
     reader.finish()
     assert reader.shape is not None
     system = systems.pop() if len(systems) == 1 else None
-    return TokenizedFile(builder.build(), reader.shape, reader.sha256, system)
+    return TokenizedFile(builder.build(), reader.shape, reader.sha256, system, chat)
 
 
 def _render(batch: list[Record], renderer: ExampleRenderer, reader: ExampleReader, builder: TableBuilder) -> None:
-    rendered = renderer.render([record.example for record in batch])
-    for record, result in zip(batch, rendered, strict=True):
-        line = record.example.line
-        if isinstance(result, Rejected):
-            reader.problems.add(line, result.code, result.message, record.clip)
-        else:
-            taught = renderer.train_on == "all" or teaches(record.example)
-            builder.add(result.ids, result.mask if taught else np.zeros_like(result.mask), line)
+    rendered = iter(renderer.render([part for record in batch for part in record.example.group]))
+    for record in batch:
+        example = record.example
+        results = [next(rendered) for _ in example.group]
+        refused = next((result for result in results if isinstance(result, Rejected)), None)
+        if refused is not None:
+            reader.problems.add(example.line, refused.code, refused.message, record.clip)
+            continue
+        taught = teaches(example) or (renderer.train_on == "all" and example.rejected is None)
+        for result in results:
+            assert not isinstance(result, Rejected)
+            builder.add(result.ids, result.mask if taught else np.zeros_like(result.mask), example.line)
 
 
 def _system(example: Example) -> str | None:

@@ -1,6 +1,7 @@
 """The tokens of a whole file in four flat arrays: what the cache stores, and what sequences are views of.
 
-Example i of n owns ids[starts[i]:starts[i+1]] and the same part of the mask; `lines[i]` is its line in the file.
+Row i of n owns ids[starts[i]:starts[i+1]] and the same part of the mask; `lines[i]` is its line in the file. An example
+is a row, a preference pair two in a row: the chosen one, then the rejected one.
 Nothing is cut here: `max_length` and `overlong` are applied later, so that one table serves every member of a sweep.
 """
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from muxtune.data.types import Shape
+from muxtune.data.types import Shape, group_size
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -19,7 +20,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTable:
-    """T tokens of n examples: ids int32 [T], mask bool [T], starts int64 [n + 1], lines int64 [n]; all read-only."""
+    """T tokens of n rows: ids int32 [T], mask bool [T], starts int64 [n + 1], lines int64 [n]; all read-only."""
 
     ids: Ids
     mask: Mask
@@ -76,9 +77,30 @@ class TableBuilder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedFile:
-    """A file's examples as tokens. `system` is the system message that all of its examples share, if they do."""
+    """A file's examples as tokens. `system` is the system message that all of its examples share, if they do; `chat`
+    whether any of them is a conversation."""
 
     table: TokenTable
     shape: Shape
     sha256: str
     system: str | None = None
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.table) % self.group == 0, "half a pair"
+
+    @property
+    def group(self) -> int:
+        """Rows of an example."""
+        return group_size(self.shape)
+
+    @property
+    def examples(self) -> int:
+        return len(self.table) // self.group
+
+    @property
+    def prompt_shape(self) -> Shape:
+        """The shape of data whose prompts are written as these are: a pair's are a conversation's, or bare."""
+        if self.shape != "preference":
+            return self.shape
+        return "messages" if self.chat else "prompt_completion"

@@ -28,9 +28,14 @@ def from_messages(line: Json) -> tuple[Message, ...]:
     """OpenAI's chat format: `{"messages": [{"role", "content", "weight"?, "tool_calls"?, ...}]}`."""
     if "functions" in line and line["functions"] is not None:
         raise LineError("bad_tools", "field `functions` is an older form that templates ignore; write `tools`")
+    return openai_turns(line, "messages")
+
+
+def openai_turns(holder: Json, name: str, place: str = "") -> tuple[Message, ...]:
+    """The turns in field `name` of `holder`, which `place` leads to (`input.`)."""
     return tuple(
-        _openai_turn(mapping(turn, f"messages[{number}]"), f"messages[{number}].")
-        for number, turn in enumerate(_turns(line, "messages"))
+        _openai_turn(mapping(turn, f"{place}{name}[{number}]"), f"{place}{name}[{number}].")
+        for number, turn in enumerate(_turns(holder, name, place))
     )
 
 
@@ -57,10 +62,10 @@ def from_alpaca(line: Json) -> tuple[Message, ...]:
     return (*_system(line), *past, Message("user", question), _assistant(string(line, "output")))
 
 
-def _turns(line: Json, name: str) -> list[object]:
-    turns = array(line, name)
+def _turns(line: Json, name: str, place: str = "") -> list[object]:
+    turns = array(line, name, place)
     if not turns:
-        raise LineError("empty_messages", f"field `{name}` is empty")
+        raise LineError("empty_messages", f"field `{place}{name}` is empty")
     return turns
 
 

@@ -4,7 +4,7 @@
 
 Arrays are read-only numpy; nothing here knows of torch. `index` counts the examples of a data set after validation and
 `line` (1-based) with `path` says where a user finds it. A *group* is the set of sequences that stay together in one
-optimizer batch: a single sequence for sft, the two of a pair for dpo.
+optimizer batch: a single sequence for sft; for dpo the two of a pair, the chosen one first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-Shape = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text"]
+Shape = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"]
+
+
+def group_size(shape: Shape) -> int:
+    """Sequences of one example of this shape, which stay together."""
+    return 2 if shape == "preference" else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One validated line in canonical form: `messages`, or `prompt` and `completion`, or `completion` alone (text)."""
+    """One validated line in canonical form: `messages`, or `prompt` and `completion`, or `completion` alone (text).
+
+    A preference pair is the example with the chosen response, and in `rejected` the one with the other.
+    """
 
     path: str
     line: int
@@ -40,6 +48,12 @@ class Example:
     prompt: str | None = None
     completion: str | None = None
     tools: tuple[Mapping[str, object], ...] = ()
+    rejected: Example | None = None
+
+    @property
+    def group(self) -> tuple[Example, ...]:
+        """What becomes the sequences of one group."""
+        return (self,) if self.rejected is None else (self, self.rejected)
 
 
 @dataclass(frozen=True, slots=True)

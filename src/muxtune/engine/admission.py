@@ -5,12 +5,19 @@
 The limit is the run's `memory_limit`, and never more than the machine has free. A micro-batch must hold at least the
 widest chunk of any job: its longest sequence, or as much of a batch as fills the chunk budget. What is left above that
 decides how many rows jobs may bring together (`fuse_tokens`). The numbers are estimates (`muxtune.models.memory`).
+
+A `memory_limit` that has no room for a job's chunks halves the job's chunk budget until they fit, or hold one sequence.
+The budget is a number that the job's last bits depend on, so it follows from the job, the model and the stated limit -
+with the process in quarters of a GiB - and never from what happens to be free, or from who trains beside it.
+
+Where a job does not fit even so, but would if blocks were run again instead of their activations being kept, the run
+does that: it takes longer and gives the same bits (`muxtune.models.recompute`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +26,9 @@ from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
 from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
 from muxtune.spec.job import JobSpec
+from muxtune.spec.peft.targets import refuse_ends
+
+_PROCESS_STEP = 2**28  # bytes: two processes that do the same differ by less, mostly
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +43,23 @@ class JobSize:
     state_bytes: int
     activation_bytes: int  # of its widest chunk alone
     flops_per_token: int  # of the adapter, a trained token
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # its chunk budget, where it starts now
+
+    @property
+    def warning(self) -> str | None:
+        """What is said of a lowered chunk budget."""
+        if self.chunk_tokens == DEFAULT_CHUNK_TOKENS:
+            return None
+        return (
+            f"memory_limit has room for chunks of {self.chunk_tokens} tokens, not {DEFAULT_CHUNK_TOKENS}: "
+            "the result may differ in its last bits from a run with more"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`refused` jobs cannot run at all; the others fit together at `fuse_tokens` rows a micro-batch."""
+    """`refused` jobs cannot run at all; the others fit together at `fuse_tokens` rows a micro-batch, with recomputation
+    where `model` says so."""
 
     model: Footprint
     limit_bytes: int
@@ -55,21 +77,53 @@ def admit(
     dtype: torch.dtype,
     limit_bytes: int,
     process_bytes: int,
+    memory_limit: int | None = None,
 ) -> Admission:
-    """Which jobs fit, as far as is known before any of them has been loaded."""
+    """Which jobs fit, as far as is known before any has been loaded; with recomputation if more do so.
+
+    `memory_limit` is what the config states.
+    Those that need least are taken in first: an over-large adapter costs nobody else a place.
+    """
+    room = None
+    if memory_limit is not None:
+        room = memory_limit + (-process_bytes // _PROCESS_STEP) * _PROCESS_STEP - model.weights_bytes
+    budgets = {job.job.name: _chunk_tokens(job, model, dtype, room) for job in prepared}
+    kept = _admit(prepared, model, dtype, limit_bytes, process_bytes, budgets)
+    lean = model.recomputed()
+    if not kept.refused or lean.row_bytes >= model.row_bytes:
+        return kept
+    again = _admit(prepared, lean, dtype, limit_bytes, process_bytes, budgets)
+    if len(again.refused) < len(kept.refused):
+        return again
+    return replace(kept, refused=again.refused)  # who is told what the least would be
+
+
+def _admit(
+    prepared: Sequence[PreparedJob],
+    model: Footprint,
+    dtype: torch.dtype,
+    limit_bytes: int,
+    process_bytes: int,
+    budgets: Mapping[str, int],
+) -> Admission:
     sizes: list[JobSize] = []
     refused: list[tuple[JobSpec, MuxTuneError]] = []
     for job in prepared:
         try:
-            sizes.append(_size(job, model, dtype))
+            sizes.append(_size(job, model, dtype, budgets[job.job.name]))
         except MuxTuneError as error:  # targets that match nothing
             refused.append((job.job, error))
-    held = process_bytes + model.weights_bytes + sum(size.state_bytes for size in sizes)
+    held = process_bytes + model.weights_bytes
+    taken: list[JobSize] = []
+    for size in sorted(sizes, key=lambda size: size.state_bytes + size.activation_bytes):
+        beside = [*taken, size]
+        free = limit_bytes - held - size.state_bytes
+        if max(one.activation_bytes for one in beside) <= free:
+            taken, held = beside, held + size.state_bytes
+        else:
+            refused.append((size.job, _too_large(size, model, beside, limit_bytes, process_bytes)))
+    fitting = [size for size in sizes if size in taken]
     free = limit_bytes - held
-    fitting = [size for size in sizes if size.activation_bytes <= free]
-    for size in sizes:
-        if size.activation_bytes > free:
-            refused.append((size.job, _too_large(size, model, sizes, limit_bytes, process_bytes)))
     if not fitting:
         return Admission(model, limit_bytes, process_bytes, (), 0, held, tuple(refused))
     longest = max(size.longest for size in fitting)
@@ -87,28 +141,62 @@ def admit(
     )
 
 
-def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype) -> JobSize:
+def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, chunk_tokens: int) -> JobSize:
     job = prepared.job
-    longest = max(len(sequence) for sequence in prepared.data.train)
-    rows, seen = longest + job.peft.virtual_rows, longest + job.peft.lead
-    widest = max(rows, min(DEFAULT_CHUNK_TOKENS, rows * job.effective_batch))
+    rows, seen = _longest(prepared)
     parameters = job.peft.parameters(model.places)
+    _refuse_ends(job, model)
     unknown = job.peft.unmatched(model.places)
     if unknown or not parameters:
         raise AdapterError(
             f"its peft names nothing in the base model: {', '.join(map(repr, unknown)) or job.peft.type}",
             where=f"jobs.{job.name}.peft",
         )
-    wide = torch.promote_types(dtype, torch.float32).itemsize // 4
+    widest = _widest(job, rows, chunk_tokens)
     return JobSize(
         job,
         seen,
         widest,
         parameters,
-        job.peft.state_bytes(model.places) * wide,
+        _state_bytes(job, model, dtype),
         model.activation_bytes(widest, seen),
         job.peft.flops_per_token(model.places),
+        chunk_tokens,
     )
+
+
+def _chunk_tokens(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, room: int | None) -> int:
+    """The job's chunk budget, where `room` is all that its adapter and activations may take."""
+    job, (rows, seen) = prepared.job, _longest(prepared)
+    budget = DEFAULT_CHUNK_TOKENS
+    while room is not None and budget > job.group_size * rows:
+        if model.activation_bytes(_widest(job, rows, budget), seen) <= room - _state_bytes(job, model, dtype):
+            break
+        budget //= 2
+    return budget
+
+
+def _widest(job: JobSpec, rows: int, chunk_tokens: int) -> int:
+    """Rows of the largest chunk, where sequences have up to `rows`; a pair is never parted."""
+    group = job.group_size * rows
+    return max(group, min(chunk_tokens, group * job.effective_batch))
+
+
+def _longest(prepared: PreparedJob) -> tuple[int, int]:
+    """Rows of the longest sequence, and the positions that its last token sees."""
+    longest = max(len(sequence) for sequence in prepared.data.train)
+    return longest + prepared.job.peft.virtual_rows, longest + prepared.job.peft.lead
+
+
+def _state_bytes(job: JobSpec, model: Footprint, dtype: torch.dtype) -> int:
+    return job.peft.state_bytes(model.places) * (torch.promote_types(dtype, torch.float32).itemsize // 4)
+
+
+def _refuse_ends(job: JobSpec, model: Footprint) -> None:
+    try:
+        refuse_ends(job.peft, model.places)
+    except AdapterError as error:
+        raise AdapterError(error.message, where=f"jobs.{job.name}.peft", hint=error.hint) from None
 
 
 def _too_large(
@@ -118,8 +206,9 @@ def _too_large(
     left = limit_bytes - process_bytes - model.weights_bytes - states
     return ConfigError(
         f"does not fit into memory: its longest batch ({size.widest:,} tokens at once) needs about "
-        f"{size_text(size.activation_bytes)}; of {size_text(limit_bytes)} there are {size_text(max(0, left))} left "
-        f"beside the process ({size_text(process_bytes)}), the base model ({size_text(model.weights_bytes)}) and "
+        f"{size_text(size.activation_bytes)}{' with recomputation' * model.recompute}; "
+        f"of {size_text(limit_bytes)} there are {size_text(max(0, left))} left beside the process "
+        f"({size_text(process_bytes)}), the base model ({size_text(model.weights_bytes)}) and "
         f"{len(sizes)} adapter{'s' * (len(sizes) != 1)} ({size_text(states)})",
         where=f"jobs.{size.job.name}",
         hint="lower max_length or the number of jobs, or give it more memory (memory_limit, another machine)",

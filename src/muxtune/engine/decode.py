@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muxtune.engine.head import hooked_rows
 from muxtune.engine.layout import ROW_MULTIPLE, Layout
 from muxtune.models.attach import Pass
 from muxtune.models.attention import AttentionContext
@@ -75,23 +76,29 @@ def run_decode(
     layout = Layout()
     lasts: dict[int, int] = {}
     dispatches: list[Dispatch] = []
+    gathered: list[Dispatch] = []
     for item in batch.items:
         adapter = tasks[item.task].adapter if item.task is not None else None
-        start = layout.rows
+        start, first = layout.rows, len(lasts)
         for ref in item.sequences:
             state = source.states[ref.index]
             new = state.ids[state.cached : state.cached + ref.length]
             layout.add(new, adapter, cached=state.cached, cache_slot=ref.index)
-            state.cached += ref.length
             lasts[ref.index] = layout.rows - 1
         if adapter is not None:
             dispatches.append(Dispatch(start, layout.rows, adapter, None))
+            gathered.append(Dispatch(first, len(lasts), adapter, None))
     rows = layout.finish(backbone.device)
     context = AttentionContext(rows.segments, source.cache)
     current = Pass(context, hooks(dispatches, plain=plain), rows.given)
     hidden_TD = backbone.hidden(rows.ids_T, rows.positions_T, current)
     last_ND = hidden_TD[list(lasts.values())]
     last_ND = F.pad(last_ND, (0, 0, 0, -len(lasts) % ROW_MULTIPLE))
-    for slot, logits_V in zip(lasts, backbone.head.logits(last_ND), strict=False):
+    head, hooked = backbone.head, hooked_rows(gathered, backbone.head)
+    logits_NV = head.logits_plain(last_ND, hooked) if plain else head.logits(last_ND, hooked)
+    for slot, logits_V in zip(lasts, logits_NV, strict=False):
         source.states[slot].logits_V = logits_V
+    for item in batch.items:
+        for ref in item.sequences:
+            source.states[ref.index].cached += ref.length
     return len(rows.ids_T)

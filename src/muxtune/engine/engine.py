@@ -3,28 +3,45 @@
 Attaching or detaching a task allocates or frees its adapter and optimizer and touches nothing else: the backbone is
 loaded once and its bytes never change. `execute` is the one primitive; a training round, an evaluation, a reference
 pass and decoding are schedules of it, and so are the client-driven calls `forward_backward`, `forward` and
-`optim_step`.
+`optim_step`. What dpo compares with, the bare backbone's log-probabilities, is such a schedule too (`refer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
 
 from muxtune.data.types import TokenSequence
+from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
+from muxtune.engine.limits import require_known
 from muxtune.engine.outcomes import merged
-from muxtune.engine.task import Sequences, Task, participant_of
+from muxtune.engine.preference import sequence_sums
+from muxtune.engine.references import References
+from muxtune.engine.task import Sequences, Task, aligned, participant_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
+from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.registry import build_adapter
+from muxtune.peft.slab import Slabs
 from muxtune.plan.round import Participant, Policy, derive_round
-from muxtune.plan.types import ItemOutcome, OptimStep, RoundRecord, RoundSchedule, StepOutcome, WorkKind
+from muxtune.plan.types import (
+    ItemOutcome,
+    OptimStep,
+    RoundRecord,
+    RoundSchedule,
+    StepOutcome,
+    WorkKind,
+)
 from muxtune.spec.job import JobSpec
 from muxtune.spec.status import JobStatus
 
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_FUSE_TOKENS = 2048
+_REFERENCE = "reference"  # no task's source: those have a slash
 
 
 class Engine:
@@ -35,6 +52,10 @@ class Engine:
         fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
         chunk_tokens: the chunk budget of tasks that start here; a resumed task keeps its own.
         plain: run the plain twin of every fast path.
+        recompute: keep each block's input rows only and run it again in the backward pass: the same bits, for a
+            fraction of the activations' memory and one more forward pass.
+        references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
+        grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
     """
 
     def __init__(
@@ -45,15 +66,28 @@ class Engine:
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
+        recompute: bool = False,
+        references: References | None = None,
+        grouping: Rule = measured,
     ) -> None:
         self.backbone = backbone
         self.tasks: dict[str, Task] = {}
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
-        self._fuse_tokens = fuse_tokens
+        self.fuse_tokens = fuse_tokens
         self._chunk_tokens = chunk_tokens
-        self._executor = Executor(backbone, self.tasks, self.sources, plain=plain)
+        self.references = references or References()
+        self._executor = Executor(
+            backbone,
+            self.tasks,
+            self.sources,
+            self.references,
+            plain=plain,
+            recompute=recompute,
+            grouping=grouping,
+        )
         self._rounds = 0
+        self._slabs = Slabs()
         self.row_invariant = rows_invariant(backbone)
 
     def attach(self, job: JobSpec, data: Sequences, *, chunk_tokens: int | None = None) -> Task:
@@ -62,6 +96,8 @@ class Engine:
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
         self._check_tokens(job, (*data.train, *data.validation))
+        for sequences in (data.train, data.validation):
+            _require_groups(job, sequences, job.group_size)
         adapter = build_adapter(
             job.peft,
             self.backbone,
@@ -69,6 +105,7 @@ class Engine:
             dtype=self.backbone.dtype,
             device=self.backbone.device,
         )
+        self._slabs.take(adapter)
         task = Task(job, adapter, data, chunk_tokens=chunk_tokens or self._chunk_tokens)
         self.tasks[task.name] = task
         self.sources[task.train_source] = data.train
@@ -79,7 +116,11 @@ class Engine:
         """Forget a task; what it had not applied is dropped."""
         found = self.task(task)
         found.drop_pending()
-        del self.tasks[found.name], self.sources[found.train_source], self.sources[found.validation_source]
+        del self.tasks[found.name]
+        for source in (found.train_source, found.validation_source):
+            del self.sources[source]
+            self.references.forget(source)
+        self.references.save()
 
     def pause(self, task: Task | str) -> None:
         """Leave a task out of the rounds to come; `resume` brings it back where it was."""
@@ -103,18 +144,62 @@ class Engine:
         return found
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
-        """Run a schedule; see `muxtune.plan.types` for what is legal."""
+        """Run a schedule; see `muxtune.plan.types` for what is legal, `Executor.execute` for what it raises."""
         return self._executor.execute(schedule)
+
+    @contextmanager
+    def lending(self, sources: Mapping[str, Source]) -> Iterator[None]:
+        """Have sequences to run while the block lasts. Raises StateError, with nothing lent, for a name in use."""
+        taken = sorted(sources.keys() & self.sources.keys())
+        if taken:
+            raise StateError("a source of this name is in use", where=taken[0])
+        self.sources.update(sources)
+        try:
+            yield
+        finally:
+            for name in sources:
+                del self.sources[name]
+                self.references.forget(name)
+
+    def fuse_below(self, rows: int) -> None:
+        """Bring tasks together in passes of half as many rows, from here on; a pass of `rows` has failed."""
+        self.fuse_tokens = max(1, min(self.fuse_tokens, rows // 2))
 
     def schedule(self, participants: Sequence[Participant], kind: WorkKind = "train") -> RoundSchedule:
         """A round of these participants under the engine's policy."""
         self._rounds += 1
-        return derive_round(self._rounds, participants, policy=self.policy, fuse_tokens=self._fuse_tokens, kind=kind)
+        return derive_round(self._rounds, participants, policy=self.policy, fuse_tokens=self.fuse_tokens, kind=kind)
+
+    def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:
+        """Compute what the dpo tasks among them will be compared with; None where all of it is known.
+
+        One fused forward-only schedule of the bare backbone for all of them, each sequence once.
+        """
+        wanted: dict[bytes, TokenSequence] = {}
+        for participant in participants:
+            source = self.sources[participant.source]
+            if participant.loss == "dpo" and not isinstance(source, DecodeSource):
+                indices = (ref.index for chunk in participant.chunks for ref in chunk)
+                wanted |= self.references.missing(participant.source, {index: source[index] for index in indices})
+        if not wanted:
+            return None
+        sequences = list(wanted.values())
+        chunks, _ = aligned(range(len(sequences)), list(map(len, sequences)), self.fuse_tokens, forward=True)
+        lone = [Participant(None, _REFERENCE, chunks)]
+        schedule = derive_round(0, lone, policy=self.policy, fuse_tokens=self.fuse_tokens, kind="reference")
+        with self.lending({_REFERENCE: sequences}):
+            record = self.execute(schedule)
+        logprob_n = np.array(merged(record, None, sequences).logprobs, np.float64)
+        self.references.learn(wanted, sequence_sums(logprob_n, [one.trained_tokens for one in sequences]))
+        return record
 
     def forward_backward(self, batches: Mapping[Task | str, Sequence[TokenSequence]]) -> dict[str, ItemOutcome]:
         """Add the gradients of one batch of each task, in one fused pass; `optim_step` applies them.
 
-        A batch's loss is the mean over its trained tokens.
+        A batch's loss is the mean over its trained tokens; in dpo, over its pairs, which come as chosen, rejected,
+        chosen, rejected, ... Raises StateError for a task named twice or not attached and DataError for a batch that
+        cannot run (half a pair), before anything has; PassError, with the gradients of all these tasks dropped, where
+        the pass raises.
         """
         return self._drive(batches, "train")
 
@@ -123,50 +208,58 @@ class Engine:
         return self._drive(batches, "reference")
 
     def optim_step(self, task: Task | str, *, lr: float | None = None) -> StepOutcome:
-        """Apply what `forward_backward` gathered, at `lr` or the job's own schedule."""
-        found = self.task(task)
-        if lr is not None:
-            return found.optimizer_step(lr)
-        (record,) = self.execute(RoundSchedule(0, (OptimStep(found.name),))).actions
+        """Apply what `forward_backward` gathered, at `lr` or the job's own schedule.
+
+        Raises StateError where nothing has been gathered, or for an `lr` that is no rate.
+        """
+        (record,) = self.execute(RoundSchedule(0, (OptimStep(self.task(task).name, lr),))).actions
         assert record.step is not None
         return record.step
 
     def _drive(self, batches: Mapping[Task | str, Sequence[TokenSequence]], kind: WorkKind) -> dict[str, ItemOutcome]:
-        participants: list[Participant] = []
+        inboxes, participants = self._inboxes(batches, kind)
+        schedule = derive_round(0, participants, policy=self.policy, fuse_tokens=self.fuse_tokens, kind=kind)
+        passes = tuple(action for action in schedule.actions if not isinstance(action, OptimStep))
+        with self.lending(inboxes):
+            if kind == "train":
+                self.refer(participants)
+            record = self.execute(RoundSchedule(0, passes))
+        return {one.task: merged(record, one.task, inboxes[one.source]) for one in participants if one.task is not None}
+
+    def _inboxes(
+        self, batches: Mapping[Task | str, Sequence[TokenSequence]], kind: WorkKind
+    ) -> tuple[dict[str, Sequence[TokenSequence]], list[Participant]]:
+        """The batches as sources, and who brings them; registers nothing."""
         inboxes: dict[str, Sequence[TokenSequence]] = {}
+        participants: list[Participant] = []
         for key, sequences in batches.items():
             task = self.task(key)
-            inboxes[task.name] = sequences
-            self._check_tokens(task.job, sequences)
             source = f"{task.name}/inbox"
-            self.sources[source] = sequences
+            if source in inboxes:
+                raise StateError("the batches name this task twice", where=task.name, hint="join them into one")
+            if not sequences:
+                raise DataError("this task's batch is empty", where=task.name)
+            group = task.job.group_size if kind == "train" else 1
+            _require_groups(task.job, sequences, group)
+            self._check_tokens(task.job, sequences)
+            inboxes[source] = sequences
             indices = range(len(sequences))
             forward = kind != "train"
             participants.append(
-                participant_of(task.job, source, sequences, indices, task.chunk_tokens, forward=forward)
+                participant_of(task.job, source, sequences, indices, task.chunk_tokens, group, forward=forward)
             )
-        schedule = derive_round(0, participants, policy=self.policy, fuse_tokens=self._fuse_tokens, kind=kind)
-        passes = tuple(action for action in schedule.actions if not isinstance(action, OptimStep))
-        try:
-            record = self.execute(RoundSchedule(0, passes))
-        finally:
-            for participant in participants:
-                del self.sources[participant.source]
-        return {task: merged(record, task, inbox) for task, inbox in inboxes.items()}
+        return inboxes, participants
 
     def _check_tokens(self, job: JobSpec, sequences: Sequence[TokenSequence]) -> None:
-        """An id outside the vocabulary, or a position outside the model's, would fail inside the fused pass."""
-        name, lead = job.name, job.peft.lead
-        limit, longest = self.backbone.vocabulary, self.backbone.max_positions
         for sequence in sequences:
-            if len(sequence) == 0 or int(sequence.ids.min()) < 0 or int(sequence.ids.max()) >= limit:
-                raise DataError(
-                    f"example {sequence.index} is empty or holds token ids outside 0..{limit - 1}", where=name
-                )
-            if longest is not None and lead + len(sequence) > longest:
-                virtual = f" after {lead} virtual ones" if lead else ""
-                raise DataError(
-                    f"example {sequence.index} has {len(sequence)} tokens{virtual}, the base model takes {longest}",
-                    where=name,
-                    hint="set max_length",
-                )
+            what = f"example {sequence.index}"
+            require_known(sequence.ids, self.backbone, what=what, where=job.name, lead=job.peft.lead)
+
+
+def _require_groups(job: JobSpec, sequences: Sequence[TokenSequence], group: int) -> None:
+    if len(sequences) % group:
+        raise DataError(
+            f"{len(sequences)} sequences are not whole pairs",
+            where=job.name,
+            hint="dpo takes them as chosen, rejected, chosen, rejected, ...",
+        )

@@ -3,7 +3,9 @@
 `execute` does exactly what a `RoundSchedule` says, action by action, and answers with a `RoundRecord` in the same
 vocabulary. A train micro-batch is one forward and one backward pass of the backbone over the rows of all its items; a
 forward-only one (eval, reference, carry) keeps no graph; a decode one feeds new tokens to the sequences of a
-`DecodeSource`. Pieces of cut sequences find the keys and values of what went before them in `CutSequences`.
+`DecodeSource`. Pieces of cut sequences find the keys and values of what went before them in `CutSequences`. Where items
+of dpo train, what their tokens weigh follows from their log-probabilities: the head runs once more on their rows alone,
+before the sweep that makes all gradients; rows of sft have no part in that.
 
 The boundary: it knows tasks by name, and sequences by (source, index). It owns no order, no policy and no clock but the
 one it times actions with.
@@ -13,14 +15,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.cut import CutSequences
 from muxtune.engine.decode import DecodeSource, run_decode
-from muxtune.engine.packing import ItemRows, PackedBatch, pack
+from muxtune.engine.failure import PassError, brief
+from muxtune.engine.head import hooked_rows
+from muxtune.engine.limits import Ids, require_known
+from muxtune.engine.packing import ItemRows, PackedBatch, gathered, pack
+from muxtune.engine.preference import Comparison, compare
+from muxtune.engine.references import References
 from muxtune.engine.task import Task
 from muxtune.errors import StateError
 from muxtune.models.attach import Pass
@@ -29,55 +39,87 @@ from muxtune.models.backbone import Backbone
 from muxtune.models.loss import TokenLosses, token_losses, token_losses_plain
 from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import RowKeys, row_keys
+from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.multiplex import hooks
 from muxtune.plan.legal import require_legal
-from muxtune.plan.types import ActionRecord, ItemOutcome, MicroBatch, OptimStep, RoundRecord, RoundSchedule, WorkItem
+from muxtune.plan.types import (
+    Action,
+    ActionRecord,
+    ItemOutcome,
+    MicroBatch,
+    OptimStep,
+    RoundRecord,
+    RoundSchedule,
+    WorkItem,
+)
 
 Source = Sequence[TokenSequence] | DecodeSource
 
 
 class Executor:
-    """Args: `tasks` and `sources` are read at each execute; `plain` selects the twin of every fast path."""
+    """Args: `tasks`, `sources`, `references` are read at each execute; `plain` selects the twin of every fast path;
+    `recompute` runs each block again in the backward pass instead of keeping its activations; `grouping` says where
+    adapters of a kind run as one."""
 
     def __init__(
-        self, backbone: Backbone, tasks: Mapping[str, Task], sources: Mapping[str, Source], *, plain: bool = False
+        self,
+        backbone: Backbone,
+        tasks: Mapping[str, Task],
+        sources: Mapping[str, Source],
+        references: References,
+        *,
+        plain: bool = False,
+        recompute: bool = False,
+        grouping: Rule = measured,
     ) -> None:
         self._backbone = backbone
         self._tasks = tasks
         self._sources = sources
+        self._references = references
         self._plain = plain
+        self._recompute = recompute
+        self._grouping = grouping
         self._cut = CutSequences()
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run every action in order.
 
-        Raises StateError, before anything has run, for an illegal schedule or one that names what is not there. Where
-        a pass raises, the tasks it trained lose their step in progress, gradient and all: a step counts once or never.
+        Raises StateError or DataError, before anything has run, for an illegal schedule or one that names what is not
+        there or not for this backbone. Where an action raises, PassError with the record of those before it: the steps
+        in it are applied, while the tasks whose step is still in progress lose it, gradient and all - a step counts
+        once or never.
         """
         self._check(schedule)
-        try:
-            return self._run(schedule)
-        except BaseException:
-            for task in {item.task for action in _passes(schedule) for item in action.items if item.kind == "train"}:
-                if task is not None:
-                    self._tasks[task].drop_pending()
-            raise
-        finally:
-            self._cut.drop()
-
-    def _run(self, schedule: RoundSchedule) -> RoundRecord:
         began = time.perf_counter()
         records: list[ActionRecord] = []
-        for index, action in enumerate(schedule.actions):
-            start_s = time.perf_counter() - began
-            if isinstance(action, OptimStep):
-                step = self._tasks[action.task].optimizer_step()
-                record = ActionRecord(index, start_s, time.perf_counter() - began, step=step)
-            else:
-                items, rows = self._micro_batch(action)
-                record = ActionRecord(index, start_s, time.perf_counter() - began, rows, items)
-            records.append(record)
+        try:
+            for index, action in enumerate(schedule.actions):
+                records.append(self._run(index, action, began))
+        except BaseException as error:
+            self._drop_steps(schedule, len(records))
+            if not isinstance(error, Exception):
+                raise
+            record = RoundRecord(schedule, tuple(records), time.perf_counter() - began)
+            raise PassError(brief(error), record) from error
+        finally:
+            self._cut.drop()
         return RoundRecord(schedule, tuple(records), time.perf_counter() - began)
+
+    def _run(self, index: int, action: Action, began: float) -> ActionRecord:
+        start_s = time.perf_counter() - began
+        if isinstance(action, OptimStep):
+            step = self._tasks[action.task].optimizer_step(action.lr)
+            return ActionRecord(index, start_s, time.perf_counter() - began, step=step)
+        items, rows = self._micro_batch(action)
+        return ActionRecord(index, start_s, time.perf_counter() - began, rows, items)
+
+    def _drop_steps(self, schedule: RoundSchedule, raised: int) -> None:
+        """Of the tasks that the schedule trains, and of the one whose step it was that raised."""
+        trained = {item.task for action in _passes(schedule) for item in action.items if item.kind == "train"}
+        stepped = {action.task for action in schedule.actions[raised : raised + 1] if isinstance(action, OptimStep)}
+        for task in trained | stepped:
+            if task is not None:
+                self._tasks[task].drop_pending()
 
     def _check(self, schedule: RoundSchedule) -> None:
         steps = {action.task for action in schedule.actions if isinstance(action, OptimStep)}
@@ -97,6 +139,16 @@ class Executor:
             held = _tokens_of(source, ref.index)
             if held != ref.whole:
                 raise StateError(f"sequence {ref.index} has {held} tokens, not {ref.whole}", where=item.source)
+            lead = self._tasks[item.task].adapter.lead if item.task is not None else 0
+            before = source.states[ref.index].cached if isinstance(source, DecodeSource) else 0
+            what, where = f"sequence {ref.index}", item.source
+            require_known(_ids_of(source, ref.index), self._backbone, what=what, where=where, before=before, lead=lead)
+            if _compares(item) and self._references.value(item.source, ref.index) is None:
+                raise StateError(
+                    f"the backbone's log-probability of sequence {ref.index} is not known",
+                    where=item.source,
+                    hint="compute it first: Engine.refer",
+                )
 
     def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
         if all(item.kind == "decode" for item in batch.items):
@@ -111,7 +163,7 @@ class Executor:
         losses = self._train(packed) if batch.trains else self._forward(packed)
         for item in batch.items:
             self._cut.ran(item)
-        outcomes = tuple(_outcomes(packed, losses))
+        outcomes = tuple(self._outcomes(packed, losses))
         for outcome in outcomes:
             if outcome.kind == "train" and outcome.task is not None:
                 self._tasks[outcome.task].count(outcome)
@@ -124,9 +176,10 @@ class Executor:
     def _train(self, packed: PackedBatch) -> TokenLosses:
         with torch.enable_grad():
             rows_ND = self._predicting_rows(packed)
-        losses = self._losses(rows_ND.detach(), packed)
+        losses = self._losses(rows_ND.detach(), self._weighed(rows_ND.detach(), packed))
         assert losses.grad_ND is not None
-        torch.autograd.backward([rows_ND], [losses.grad_ND])
+        if rows_ND.requires_grad:  # else nothing below the head is trained
+            torch.autograd.backward([rows_ND], [losses.grad_ND])
         return losses
 
     @torch.no_grad()
@@ -140,14 +193,60 @@ class Executor:
             if rows.item.task is not None
         ]
         rows = packed.rows
-        current = Pass(
-            AttentionContext(rows.segments, self._cut.carry), hooks(dispatches, plain=self._plain), rows.given
-        )
-        return self._backbone.hidden(rows.ids_T, rows.positions_T, current)[packed.predict_N]
+        hooked = hooks(dispatches, plain=self._plain, grouping=self._grouping)
+        current = Pass(AttentionContext(rows.segments, self._cut.carry), hooked, rows.given)
+        hidden_TD = self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=self._recompute)
+        return hidden_TD[packed.predict_N]
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses
-        return losses_of(self._backbone.head, rows_ND, packed.target_N, packed.weight_N)
+        hooked = hooked_rows(self._gathered(packed), self._backbone.head)
+        return losses_of(self._backbone.head, rows_ND, packed.target_N, packed.weight_N, hooked)
+
+    def _gathered(self, packed: PackedBatch) -> list[Dispatch]:
+        """Whose the gathered rows are, for the adapters that hook the head."""
+        found = []
+        for rows in packed.items:
+            adapter = self._tasks[rows.item.task].adapter if rows.item.task is not None else None
+            if adapter is not None and self._backbone.head.name in adapter.modules:
+                keys = self._keys(rows)
+                own_keys = keys.at(packed.predict_N[rows.first : rows.last] - rows.start) if keys is not None else None
+                found.append(Dispatch(rows.first, rows.last, adapter, own_keys))
+        return found
+
+    def _weighed(self, rows_ND: Tensor, packed: PackedBatch) -> PackedBatch:
+        """With the weights of dpo's tokens put in, after a look at their rows without gradients."""
+        compared = [rows for rows in packed.items if _compares(rows.item)]
+        if not compared:
+            return packed
+        own_N, part = gathered(packed, compared)
+        seen_N = self._losses(rows_ND[own_N], part).logprob_N.double().cpu().numpy()
+        weights = [self._comparison(rows, seen_N[rows.first : rows.last]).weight_n for rows in part.items]
+        assert packed.weight_N is not None
+        weight_N = torch.from_numpy(np.concatenate(weights)).to(packed.weight_N)
+        return replace(packed, weight_N=packed.weight_N.index_copy(0, own_N, weight_N))
+
+    def _comparison(self, rows: ItemRows, logprob_n: npt.NDArray[np.float64]) -> Comparison:
+        assert rows.item.loss is not None
+        held = [self._references.value(rows.item.source, ref.index) for ref in rows.item.sequences]
+        return compare(logprob_n, rows.counts, [value for value in held if value is not None], rows.item.loss)
+
+    def _outcomes(self, packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:
+        """Per item, summed in float64 in the order of its tokens, so that no co-runner can change a bit."""
+        logprob_N, correct_N = losses.logprob_N.double().cpu().numpy(), losses.correct_N.cpu().numpy()
+        outcomes = []
+        for rows in packed.items:
+            item, own = rows.item, slice(rows.first, rows.last)
+            if item.kind == "carry":
+                continue  # it comes to nothing by itself: its tokens are counted when they train
+            loss_sum, correct, pairs = float(-logprob_N[own].sum()), int(correct_N[own].sum()), None
+            if _compares(item):
+                found = self._comparison(rows, logprob_N[own])
+                loss_sum, correct, pairs = found.loss_sum, found.preferred, found.sums
+            logprobs = tuple(logprob_N[own].tolist()) if item.kind == "reference" else None
+            tokens = rows.last - rows.first
+            outcomes.append(ItemOutcome(item.task, item.kind, loss_sum, tokens, correct, item.tokens, logprobs, pairs))
+        return outcomes
 
     def _keys(self, rows: ItemRows) -> RowKeys | None:
         assert rows.item.task is not None
@@ -161,6 +260,14 @@ def _passes(schedule: RoundSchedule) -> list[MicroBatch]:
     return [action for action in schedule.actions if isinstance(action, MicroBatch)]
 
 
+def _ids_of(source: Source, index: int) -> Ids:
+    """The tokens that a reference to this sequence brings to a pass."""
+    if isinstance(source, DecodeSource):
+        state = source.states[index]
+        return state.ids[state.cached :]
+    return source[index].ids
+
+
 def _tokens_of(source: Source, index: int) -> int:
     """What a reference to this sequence must say; 0 where there is none."""
     if isinstance(source, DecodeSource):
@@ -168,24 +275,6 @@ def _tokens_of(source: Source, index: int) -> int:
     return len(source[index]) if 0 <= index < len(source) else 0
 
 
-def _outcomes(packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:
-    """Per item, summed in float64 in the order of its tokens, so that no co-runner can change a bit."""
-    logprob_N, correct_N = losses.logprob_N.double().cpu().numpy(), losses.correct_N.cpu().numpy()
-    outcomes = []
-    for rows in packed.items:
-        if rows.item.kind == "carry":
-            continue  # it comes to nothing by itself: its tokens are counted when they train
-        own = slice(rows.first, rows.last)
-        logprobs = tuple(logprob_N[own].tolist()) if rows.item.kind == "reference" else None
-        outcomes.append(
-            ItemOutcome(
-                rows.item.task,
-                rows.item.kind,
-                float(-logprob_N[own].sum()),
-                rows.last - rows.first,
-                int(correct_N[own].sum()),
-                rows.item.tokens,
-                logprobs,
-            )
-        )
-    return outcomes
+def _compares(item: WorkItem) -> bool:
+    """Whether the item's loss is one of pairs."""
+    return item.loss is not None and item.loss.kind == "dpo"

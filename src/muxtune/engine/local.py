@@ -28,16 +28,17 @@ from muxtune.data.types import Message
 from muxtune.engine.adapters import Voice, base_voice, read_stored
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
+from muxtune.engine.references import ReferenceCache, References, ground_of
 from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
-from muxtune.errors import ConfigError, StateError
+from muxtune.errors import ConfigError, StateError, TaskError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.peft.folder import write_adapter
 from muxtune.peft.registry import give, payload, start_from
 from muxtune.plan.round import Policy
-from muxtune.spec.event import StepResult
+from muxtune.spec.event import StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
 
 Prompt = str | Sequence[Message]
@@ -50,6 +51,7 @@ class LocalEngine(Engine):
     threads: of the CPU; None as torch chooses. It is part of what makes two runs equal bit for bit.
     num_hidden_layers: keep the first layers only, for fast checks.
     fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
+    recompute: as for `Engine`: less memory for more time, the same bits.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class LocalEngine(Engine):
         num_hidden_layers: int | None = None,
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         plain: bool = False,
+        recompute: bool = False,
         cache_dir: Path | None = None,
     ) -> None:
         if threads is not None:
@@ -71,7 +74,17 @@ class LocalEngine(Engine):
         self.base = resolve(base_model, cache_dir=cache) if isinstance(base_model, str) else base_model
         self.preparer = Preparer(self.base.path, cache_dir=cache / "tokens")
         backbone = load_backbone(self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers)
-        super().__init__(backbone, policy=policy, fuse_tokens=fuse_tokens, plain=plain)
+        ground = ground_of(
+            self.base.weights_sha256, backbone.dtype, backbone.device, torch.get_num_threads(), num_hidden_layers, plain
+        )
+        super().__init__(
+            backbone,
+            policy=policy,
+            fuse_tokens=fuse_tokens,
+            plain=plain,
+            recompute=recompute,
+            references=References(ReferenceCache(cache / "references"), ground),
+        )
         self._prepared: dict[str, PreparedJob] = {}
         self._voices: dict[str, Voice] = {}
         self._bare: Voice | None = None
@@ -127,10 +140,19 @@ class LocalEngine(Engine):
         self._voices.pop(name, None)
 
     def run(self) -> Iterator[StepResult]:
-        """Train every attached task to its last step; yields each optimizer step. Nothing is written to disk."""
+        """Train every attached task to its last step; yields each optimizer step. Nothing is written to disk.
+
+        Raises TaskError at the end, when all others have been trained, for tasks that failed on the way.
+        """
+        failed: list[TaskEvent] = []
         for event in Runner(self).run():
             if isinstance(event, StepResult):
                 yield event
+            elif isinstance(event, TaskEvent) and event.kind == "failed":
+                failed.append(event)
+        if failed:
+            told = "; ".join(f"{event.task} at step {event.step}: {event.message}" for event in failed)
+            raise TaskError(f"failed: {told}", hint="all other tasks have been trained")
 
     def sample(
         self,

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from muxtune.engine.head import hooked_rows
 from muxtune.engine.load import load_backbone
 from muxtune.models import attention
 from muxtune.models.attach import Pass
@@ -26,7 +27,6 @@ from muxtune.peft import registry
 from muxtune.peft.base import Dispatch
 from muxtune.peft.folder import carried_files
 from muxtune.peft.multiplex import hooks
-from muxtune.peft.stored import StoredAdapter
 
 
 def merge_adapter(folder: Path, base: ModelFolder, dest: Path) -> MergeReport:
@@ -39,20 +39,24 @@ def merge_adapter(folder: Path, base: ModelFolder, dest: Path) -> MergeReport:
     view = Backbone(skeleton(base.path))
     stored = registry.read_stored(folder, view, base_sha256=base.weights_sha256)
     changes = registry.changes(stored, view)
-    adapted = partial(_adapted_logits, base, stored, str(folder))
+    adapted = partial(_adapted_logits, base, folder)
     return merge_into(base, changes, dest, adapted=adapted, extra_files=carried_files(folder))
 
 
 @torch.no_grad()
-def _adapted_logits(base: ModelFolder, stored: StoredAdapter, where: str, prompt: Prompt) -> tuple[Tensor, Tensor]:
-    """Of the base, and of base + adapter."""
+def _adapted_logits(base: ModelFolder, folder: Path, prompt: Prompt) -> tuple[Tensor, Tensor]:
+    """Of the base, and of base + adapter. The folder is read again, since what it says of the base's weights can only
+    be judged beside them."""
     backbone = load_backbone(base, device="cpu", dtype="fp32")
+    stored = registry.read_stored(folder, backbone, base_sha256=base.weights_sha256)
     adapter = registry.build_adapter(stored.spec, backbone, seed=0, dtype=backbone.dtype, device=backbone.device)
-    registry.give(adapter, stored.values, where=where)
+    registry.give(adapter, stored.values, where=str(folder))
     ids_T = prompt(backbone.vocabulary)
     rows = len(ids_T)
     found = []
-    for dispatches in ([], [Dispatch(0, rows, adapter, None)]):
+    both: tuple[list[Dispatch], ...] = ([], [Dispatch(0, rows, adapter, None)])
+    for dispatches in both:
         current = Pass(AttentionContext([Segment(rows)]), hooks(dispatches))
-        found.append(backbone.head.logits(backbone.hidden(ids_T, torch.arange(rows), current)))
+        hidden_TD = backbone.hidden(ids_T, torch.arange(rows), current)
+        found.append(backbone.head.logits(hidden_TD, hooked_rows(dispatches, backbone.head)))
     return found[0], found[1]

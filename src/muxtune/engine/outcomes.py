@@ -14,7 +14,7 @@ from muxtune.data.types import TokenSequence
 from muxtune.plan.types import ItemOutcome, MicroBatch, RoundRecord, WorkItem
 
 
-def merged(record: RoundRecord, task: str, sequences: Sequence[TokenSequence]) -> ItemOutcome:
+def merged(record: RoundRecord, task: str | None, sequences: Sequence[TokenSequence]) -> ItemOutcome:
     """Of all items of `task`, whose sequences are `sequences`, each of them there once."""
     parts: list[ItemOutcome] = []
     logprobs: dict[tuple[int, int], tuple[float, ...]] = {}
@@ -36,6 +36,7 @@ def merged(record: RoundRecord, task: str, sequences: Sequence[TokenSequence]) -
         sum(part.correct for part in parts),
         sum(part.input_tokens for part in parts),
         tuple(value for _, values in sorted(logprobs.items()) for value in values) if logprobs else None,
+        reduce(add, pairs) if (pairs := [part.pairs for part in parts if part.pairs is not None]) else None,
     )
 
 

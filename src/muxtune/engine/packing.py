@@ -10,7 +10,7 @@ Legend: T packed rows (padding included), t rows of an item, N trained positions
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ Sources = Mapping[str, Sequence[TokenSequence]]
 class ItemRows:
     """Where an item lies: rows [start, stop) of the pass, trained positions [first, last) of the gathered ones.
 
-    `example_t` and `position_t` name each row for dropout.
+    `counts` are the trained positions of each sequence; `example_t` and `position_t` name each row for dropout.
     """
 
     item: WorkItem
@@ -38,6 +38,7 @@ class ItemRows:
     stop: int
     first: int
     last: int
+    counts: tuple[int, ...]
     example_t: npt.NDArray[np.int64]
     position_t: npt.NDArray[np.int64]
 
@@ -48,7 +49,18 @@ class PackedBatch:
     items: tuple[ItemRows, ...]
     predict_N: Tensor
     target_N: Tensor
-    weight_N: Tensor | None  # 1 / denominator of each position's task; None where nothing trains
+    weight_N: Tensor | None  # 1 / denominator of each position's task (of a dpo item: 0); None where nothing trains
+
+
+def gathered(packed: PackedBatch, items: Sequence[ItemRows]) -> tuple[Tensor, PackedBatch]:
+    """The trained positions of some of the items, and the batch that has gathered these alone and weighs none."""
+    own_N = torch.cat([torch.arange(rows.first, rows.last) for rows in items]).to(packed.predict_N.device)
+    moved, first = [], 0
+    for rows in items:
+        last = first + rows.last - rows.first
+        moved.append(replace(rows, first=first, last=last))
+        first = last
+    return own_N, PackedBatch(packed.rows, tuple(moved), packed.predict_N[own_N], packed.target_N[own_N], None)
 
 
 def pack(
@@ -70,20 +82,21 @@ def pack(
         lead = adapter.lead if adapter is not None else 0
         sequences = [sources[item.source][ref.index] for ref in item.sequences]
         start, first = layout.rows, gathered
-        positions = []
+        positions, counts = [], []
         for sequence, ref in zip(sequences, item.sequences, strict=True):
             before = layout.rows
             slot = cut.slot(item, ref, lead)
             row = layout.add(sequence.ids[ref.start : ref.stop], adapter, cached=ref.start, cache_slot=slot)
-            if item.kind != "carry":
-                gathered += targets.add(sequence, ref, row)
+            counts.append(targets.add(sequence, ref, row) if item.kind != "carry" else 0)
+            gathered += counts[-1]
             size = layout.rows - before
             sizes.append(size)
             # virtual rows are numbered with the tokens that follow them
             offset = ref.start + (adapter.virtual_rows if adapter is not None and ref.start else 0)
             positions.append(np.arange(offset, offset + size))
         example_t = np.repeat([sequence.index for sequence in sequences], [len(own) for own in positions])
-        laid.append(ItemRows(item, start, layout.rows, first, gathered, example_t, np.concatenate(positions)))
+        position_t = np.concatenate(positions)
+        laid.append(ItemRows(item, start, layout.rows, first, gathered, tuple(counts), example_t, position_t))
     for size in sizes:
         layout.fill(batch.width - size)
     rows = layout.finish(device)
@@ -114,8 +127,10 @@ class _Targets:
 
 
 def _weights(laid: Sequence[ItemRows], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What a token weighs; in dpo that depends on the model's answer, which the executor asks for first."""
     parts = []
     for rows in laid:
         assert rows.item.loss is not None, "a train item without a loss"
-        parts.append(torch.full((rows.last - rows.first,), 1 / rows.item.loss.denominator, dtype=dtype))
+        weight = 1 / rows.item.loss.denominator if rows.item.loss.kind == "sft" else 0.0
+        parts.append(torch.full((rows.last - rows.first,), weight, dtype=dtype))
     return torch.cat(parts).to(device)

@@ -4,19 +4,24 @@ A round is one optimizer step of each participant. Between rounds - the only pla
 fail - the loop evaluates and checkpoints the tasks for which that is due, all evaluations of a round fused in
 forward-only passes. It yields what happened as values (`muxtune.spec.event`) and writes nothing itself: folders are
 the business of the `TaskFolder`s it is handed.
+
+Whoever hears an event may attach, detach, pause or cancel any task before the next one. So nothing that was known of a
+task before an event is believed after it: tasks are taken up through `_each`, which asks again at each turn.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from muxtune.engine.engine import Engine
+from muxtune.engine.failure import Raised, brief
+from muxtune.engine.rounds import Parted, Round, run_round
 from muxtune.engine.task import Task
 from muxtune.errors import MuxTuneError
-from muxtune.plan.types import ItemOutcome, RoundRecord, StepOutcome
-from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
+from muxtune.plan.types import ItemOutcome, PairSums, StepOutcome
+from muxtune.spec.event import EvalResult, Rewards, RunEvent, StepResult, TaskEvent
 from muxtune.spec.status import JobStatus
 
 SAVE_EVERY_S = 600.0
@@ -58,53 +63,57 @@ class Runner:
 
     def run(self) -> Iterator[RunEvent]:
         """Yield events until no attached task has a step left, or `stop` says so."""
-        for event in self._events():
-            folder = self._folders.get(event.task)
-            if folder is not None:
-                folder.record(event)
-            yield event
+        try:
+            for event in self._events():
+                folder = self._folders.get(event.task)
+                if folder is not None:
+                    folder.record(event)
+                yield event
+        finally:
+            self._engine.references.save()
 
     def _events(self) -> Iterator[RunEvent]:
-        for task in self._waiting():
+        for task in self._each(self._tasks(), lambda task: task.status is JobStatus.QUEUED):
             if task.step >= task.total_steps:
                 yield from self._complete(task)
-        while participants := self._participants():
+        while any(task.runnable for task in self._tasks()):
             if self._stop():
                 self.interrupted = True
                 break
-            for task in participants:
-                if task.status is JobStatus.QUEUED:
-                    task.become(JobStatus.RUNNING)
-                    yield TaskEvent("resumed" if task.step else "started", task.name, task.step)
-            schedule = self._engine.schedule([task.participant() for task in participants])
-            yield from self._after(self._engine.execute(schedule))
+            for task in self._each(self._tasks(), lambda task: task.runnable and task.status is JobStatus.QUEUED):
+                task.become(JobStatus.RUNNING)
+                yield TaskEvent("resumed" if task.step else "started", task.name, task.step)
+            if participants := self._participants():
+                yield from self._after(run_round(self._engine, [task.participant() for task in participants]))
         yield from self._set_aside()
 
-    def _waiting(self) -> list[Task]:
-        return [task for task in self._engine.tasks.values() if task.status is JobStatus.QUEUED]
+    def _tasks(self) -> list[Task]:
+        return list(self._engine.tasks.values())
+
+    def _each(self, tasks: Iterable[Task], holds: Callable[[Task], bool]) -> Iterator[Task]:
+        """Those of the tasks that are attached still, and for which `holds` is true, when their turn comes."""
+        for task in tasks:
+            if self._engine.tasks.get(task.name) is task and holds(task):
+                yield task
 
     def _participants(self) -> list[Task]:
-        """All that can run: the fairness policy of one tenant."""
-        return [task for task in self._engine.tasks.values() if task.runnable]
+        """All that run: the fairness policy of one tenant."""
+        return [task for task in self._tasks() if task.runnable and task.status is JobStatus.RUNNING]
 
-    def _after(self, record: RoundRecord) -> Iterator[RunEvent]:
-        # Whoever hears an event may detach, pause or cancel tasks: what is due is asked of those still in the run.
-        outcomes = [
-            (self._engine.tasks[step.task], step) for step in (action.step for action in record.actions) if step
-        ]
-        for task, outcome in outcomes:
+    def _after(self, found: Round) -> Iterator[RunEvent]:
+        steps = [(self._engine.tasks[outcome.task], outcome, wall_s) for outcome, wall_s in found.steps]
+        raised = {self._engine.tasks[name]: why for name, why in found.raised.items() if name is not None}
+        for task, outcome, wall_s in steps:
             if outcome.error is None:
-                yield step_result(task, outcome, record.wall_s)
+                yield step_result(task, outcome, wall_s)
             elif self._in_run(task):
                 yield self._fail(task, outcome.error)
-        stepped = [task for task, outcome in outcomes if outcome.error is None]
+        yield from self._part(raised, found.parted)
+        stepped = [task for task, outcome, _ in steps if outcome.error is None]
         yield from self._evaluate([task for task in stepped if self._in_run(task) and evaluation_due(task)])
-        for task in stepped:
-            if self._in_run(task) and sampling_due(task):
-                yield from self._sample(task)
-        for task in stepped:
-            if not self._in_run(task):
-                continue
+        for task in self._each(stepped, lambda task: self._in_run(task) and sampling_due(task)):
+            yield from self._sample(task)
+        for task in self._each(stepped, self._in_run):
             if task.step >= task.total_steps:
                 yield from self._complete(task)
             elif self._save_due(task):
@@ -113,36 +122,49 @@ class Runner:
     def _in_run(self, task: Task) -> bool:
         return self._engine.tasks.get(task.name) is task and task.status is JobStatus.RUNNING
 
-    def _evaluate(self, tasks: Sequence[Task]) -> Iterator[EvalResult]:
+    def _part(self, raised: Mapping[Task, Raised], parted: Sequence[Parted]) -> Iterator[TaskEvent]:
+        """Fail those whose pass raised; tell where only a fused one did."""
+        for task in self._each(raised, self._in_run):
+            why = raised[task]
+            yield self._fail(task, f"exception: {why.message}", traceback=why.traceback)
+        for one in parted:
+            first = [task for task in self._tasks() if task.name == one.tasks[0]]
+            for task in self._each(first, self._in_run):
+                yield _parted_event(task, one)
+
+    def _evaluate(self, tasks: Sequence[Task]) -> Iterator[RunEvent]:
         if not tasks:
             return
-        schedule = self._engine.schedule([task.validation_participant() for task in tasks], "eval")
-        record = self._engine.execute(schedule)
+        found = run_round(self._engine, [task.validation_participant() for task in tasks], "eval")
         for task in tasks:
-            own = [item for action in record.actions for item in action.items if item.task == task.name]
-            yield eval_result(task, own)
+            if task.name not in found.raised:
+                yield eval_result(task, found.items(task.name))
+        yield from self._part(
+            {task: found.raised[task.name] for task in tasks if task.name in found.raised}, found.parted
+        )
 
     def _sample(self, task: Task) -> Iterator[TaskEvent]:
         """A prompt that cannot be answered (too long, say) costs a warning, not the training."""
         try:
             pairs = self._sampler(task)
-        except MuxTuneError as error:
-            yield TaskEvent("warning", task.name, task.step, f"sample_prompts: {error.message}")
+        except Exception as error:
+            told = error.message if isinstance(error, MuxTuneError) else brief(error)
+            yield TaskEvent("warning", task.name, task.step, f"sample_prompts: {told}")
             return
         for prompt, reply in pairs:
             yield TaskEvent("sample", task.name, task.step, data={"prompt": prompt, "reply": reply})
 
-    def _fail(self, task: Task, error: str) -> TaskEvent:
+    def _fail(self, task: Task, error: str, **more: str) -> TaskEvent:
         task.become(JobStatus.FAILED)
         code, _, message = error.partition(": ")
-        return TaskEvent("failed", task.name, task.step, message, {"code": code})
+        return TaskEvent("failed", task.name, task.step, message, {"code": code, **more})
 
     def _complete(self, task: Task) -> Iterator[RunEvent]:
         if task.status is JobStatus.QUEUED:
             task.become(JobStatus.RUNNING)
         folder = self._folders.get(task.name)
         yield from self._checkpoint(task)
-        if task.status is JobStatus.FAILED:
+        if not self._in_run(task):  # it failed, or whoever heard of the checkpoint has stopped it
             return
         path = folder.complete(task) if folder is not None else ""
         task.become(JobStatus.COMPLETED)
@@ -150,9 +172,9 @@ class Runner:
 
     def _set_aside(self) -> Iterator[RunEvent]:
         """Save what still has steps left when the loop ends: all that ran where it was stopped, and what is paused."""
-        for task in [task for task in self._engine.tasks.values() if not task.status.final]:
+        for task in self._each(self._tasks(), lambda task: not task.status.final):
             yield from self._checkpoint(task)
-            if task.status is JobStatus.RUNNING:
+            if self._in_run(task):
                 task.become(JobStatus.QUEUED)
                 yield TaskEvent("queued", task.name, task.step)
 
@@ -171,6 +193,13 @@ class Runner:
         every = task.job.save_steps or task.sampler.steps_per_epoch
         started = self._saved_at.setdefault(task.name, self._clock())
         return task.step % every == 0 or self._clock() - started >= SAVE_EVERY_S
+
+
+def _parted_event(task: Task, parted: Parted) -> TaskEvent:
+    others = ", ".join(name for name in parted.tasks if name not in (None, task.name))
+    told = f"a pass with {others} raised, each alone did not; passes are narrower now ({parted.why.message})"
+    data = {"code": "exception", "traceback": parted.why.traceback}
+    return TaskEvent("warning", task.name, task.step, told, data)
 
 
 def evaluation_due(task: Task) -> bool:
@@ -201,11 +230,27 @@ def step_result(task: Task, outcome: StepOutcome, wall_s: float) -> StepResult:
         outcome.accuracy,
         task.epoch,
         wall_s,
+        _rewards(outcome.pairs),
     )
 
 
 def eval_result(task: Task, items: Sequence[ItemOutcome]) -> EvalResult:
-    """Mean over all trained tokens of the validation set."""
-    tokens = sum(item.tokens for item in items)
-    loss = sum(item.loss_sum for item in items) / max(1, tokens)
-    return EvalResult(task.name, task.step, loss, sum(item.correct for item in items) / max(1, tokens), tokens)
+    """Mean over all trained tokens, or all pairs, of the validation set."""
+    terms = max(1, sum(item.terms for item in items))
+    loss, accuracy = sum(item.loss_sum for item in items) / terms, sum(item.correct for item in items) / terms
+    pairs = [item.pairs for item in items if item.pairs is not None]
+    return EvalResult(
+        task.name,
+        task.step,
+        loss,
+        accuracy,
+        sum(item.tokens for item in items),
+        _rewards(sum(pairs, PairSums()) if pairs else None),
+    )
+
+
+def _rewards(pairs: PairSums | None) -> Rewards | None:
+    if pairs is None:
+        return None
+    count = max(1, pairs.pairs)
+    return Rewards(pairs.chosen / count, pairs.rejected / count)

@@ -17,7 +17,6 @@ from muxtune.engine.engine import Engine
 from muxtune.plan.types import MicroBatch, RoundSchedule, WorkItem
 
 SLOTS = 64
-_SOURCE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +50,36 @@ def generate(
     slots: int = SLOTS,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """New token ids of each request, the stop token not included. `on_token(place, id)` hears each as it comes."""
+    """New token ids of each request, the stop token not included. `on_token(place, id)` hears each as it comes.
+
+    Raises DataError for tokens or positions that the backbone does not have.
+    """
     source = DecodeSource()
-    engine.sources[_SOURCE] = source
+    name = f"decode/{id(source)}"  # whoever hears a token may generate, too
     waiting = list(enumerate(requests))[::-1]
     running: dict[int, _Running] = {}
     done: list[list[int]] = [[] for _ in requests]
-    try:
+    with engine.lending({name: source}):
         while waiting or running:
             while waiting and len(running) < slots:
                 place, request = waiting.pop()
                 running[place] = _Running(request, place)
                 running[place].generator.manual_seed(request.seed)
                 source.states[place] = DecodeState(list(request.prompt_ids))
-            engine.execute(RoundSchedule(0, (MicroBatch(0, 0, _items(running, source)),)))
+            engine.execute(RoundSchedule(0, (MicroBatch(0, 0, _items(running, name, source)),)))
             for place in list(running):
                 if _advance(running[place], source.states[place], on_token):
                     done[place] = running.pop(place).new_ids
                     source.finish(place)
-    finally:
-        del engine.sources[_SOURCE]
     return done
 
 
-def _items(running: dict[int, _Running], source: DecodeSource) -> tuple[WorkItem, ...]:
+def _items(running: dict[int, _Running], name: str, source: DecodeSource) -> tuple[WorkItem, ...]:
     by_task: dict[str | None, list[int]] = {}
     for place, sequence in running.items():
         by_task.setdefault(sequence.request.task, []).append(place)
     return tuple(
-        WorkItem(task, "decode", _SOURCE, tuple(source.reference(place) for place in places))
+        WorkItem(task, "decode", name, tuple(source.reference(place) for place in places))
         for task, places in by_task.items()
     )
 

@@ -20,7 +20,7 @@ from muxtune.errors import StateError
 from muxtune.peft.base import Adapter
 from muxtune.plan.align import Piece, align
 from muxtune.plan.round import Participant
-from muxtune.plan.types import ItemOutcome, SequenceRef, StepOutcome
+from muxtune.plan.types import ItemOutcome, PairSums, SequenceRef, StepOutcome
 from muxtune.spec.job import JobSpec
 from muxtune.spec.schedule import lr_at, total_steps
 from muxtune.spec.status import JobStatus
@@ -28,7 +28,10 @@ from muxtune.spec.status import JobStatus
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """A task's tokenised examples. `train[i].index` is i, which is also what dropout calls the example."""
+    """A task's tokenised examples. `train[i].index` is i, which is also what dropout calls the example.
+
+    In dpo they are pairs: sequences 2 p and 2 p + 1 are the chosen and the rejected one of pair p.
+    """
 
     train: Sequence[TokenSequence]
     validation: Sequence[TokenSequence] = ()
@@ -46,12 +49,14 @@ class Sequences:
 
 @dataclass(slots=True)
 class _Pending:
-    """Sums over the train items of the optimizer step in progress."""
+    """Sums over the train items of the optimizer step in progress; `terms` is what `loss_sum` has that many of."""
 
     loss_sum: float = 0.0
+    terms: int = 0
     tokens: int = 0
     correct: int = 0
     input_tokens: int = 0
+    pairs: PairSums | None = None
 
 
 class Task:
@@ -64,11 +69,12 @@ class Task:
         self.data = data
         self.chunk_tokens = chunk_tokens
         self.optimizer = FlatAdamW(adapter.parameters, weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm)
-        self.sampler = Sampler(max(1, len(data.train)), job.effective_batch, job.seed, shuffle=job.shuffle)
+        groups = len(data.train) // job.group_size
+        self.sampler = Sampler(max(1, groups), job.effective_batch, job.seed, shuffle=job.shuffle)
         self.status = JobStatus.QUEUED
         self.step = 0  # optimizer steps done
         self.trained_tokens = 0
-        self.total_steps = total_steps(job, len(data.train)) if data.train else job.max_steps or 0
+        self.total_steps = total_steps(job, groups) if data.train else job.max_steps or 0
         self._pending = _Pending()
         self._fingerprint: str | None = None
 
@@ -107,14 +113,15 @@ class Task:
         """The next optimizer step as chunks of sequences."""
         if not self.data.train:
             raise StateError("has no training data to run on", where=self.name, hint="attach it with datasets")
-        indices = self.sampler.batch(self.step)
-        return participant_of(self.job, self.train_source, self.data.train, indices, self.chunk_tokens)
+        size = self.job.group_size
+        indices = [size * group + place for group in self.sampler.batch(self.step) for place in range(size)]
+        return participant_of(self.job, self.train_source, self.data.train, indices, self.chunk_tokens, size)
 
     def validation_participant(self) -> Participant:
         """The whole validation set, forward only."""
-        held_out = self.data.validation
+        source, held_out, size = self.validation_source, self.data.validation, self.job.group_size
         indices = range(len(held_out))
-        return participant_of(self.job, self.validation_source, held_out, indices, self.chunk_tokens, forward=True)
+        return participant_of(self.job, source, held_out, indices, self.chunk_tokens, size, forward=True)
 
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
@@ -122,10 +129,14 @@ class Task:
 
     def count(self, outcome: ItemOutcome) -> None:
         """Add a train item to the optimizer step in progress."""
-        self._pending.loss_sum += outcome.loss_sum
-        self._pending.tokens += outcome.tokens
-        self._pending.correct += outcome.correct
-        self._pending.input_tokens += outcome.input_tokens
+        pending = self._pending
+        pending.loss_sum += outcome.loss_sum
+        pending.terms += outcome.terms
+        pending.tokens += outcome.tokens
+        pending.correct += outcome.correct
+        pending.input_tokens += outcome.input_tokens
+        if outcome.pairs is not None:
+            pending.pairs = (pending.pairs or PairSums()) + outcome.pairs
 
     @property
     def has_pending(self) -> bool:
@@ -138,10 +149,14 @@ class Task:
         self.adapter.parameters.zero_gradient()
 
     def optimizer_step(self, lr: float | None = None) -> StepOutcome:
-        """Apply the step in progress, or - where its loss or gradient is not finite - drop it and say so."""
+        """Apply the step in progress, or - where its loss or gradient is not finite - drop it and say so.
+
+        Only the executor calls this, for a schedule that has been found legal.
+        """
+        assert self.has_pending, "a step without a gradient"
         pending, norm = self._pending, self.optimizer.gradient_norm()
         lr = self.learning_rate() if lr is None else lr
-        loss = pending.loss_sum / pending.tokens if pending.tokens else 0.0
+        loss = pending.loss_sum / max(1, pending.terms)
         error = None
         if not math.isfinite(loss):
             error = f"non_finite_loss: the loss is {loss}"
@@ -153,8 +168,18 @@ class Task:
             self.step += 1
             self.trained_tokens += pending.tokens
         self.drop_pending()
-        accuracy = pending.correct / pending.tokens if pending.tokens else 0.0
-        return StepOutcome(self.name, self.step, loss, accuracy, pending.tokens, pending.input_tokens, norm, lr, error)
+        return StepOutcome(
+            self.name,
+            self.step,
+            loss,
+            pending.correct / max(1, pending.terms),
+            pending.tokens,
+            pending.input_tokens,
+            norm,
+            lr,
+            error,
+            pending.pairs,
+        )
 
 
 def participant_of(
@@ -163,27 +188,42 @@ def participant_of(
     sequences: Sequence[TokenSequence],
     indices: Sequence[int],
     chunk_tokens: int,
+    group: int,
     *,
     forward: bool = False,
 ) -> Participant:
-    """Sequences `indices` of a source as chunks, with the denominator of them all. Virtual rows count as tokens do.
+    """Sequences `indices` of a source as chunks, with the denominator of them all: trained tokens, or pairs.
 
-    `forward`: nothing of them is to train.
+    `group` of them, in order, stay together. Virtual rows count as tokens do. `forward`: nothing of them is to train.
     """
     chosen = [sequences[index] for index in indices]
     virtual = job.peft.virtual_rows
-    # the first piece of a cut sequence has a token of its own behind the virtual rows
-    chunks = align([len(sequence) + virtual for sequence in chosen], max(chunk_tokens, virtual + 1), forward=forward)
+    chunks, carried = aligned(
+        indices, list(map(len, chosen)), chunk_tokens, virtual=virtual, group=group, forward=forward
+    )
+    terms = len(chosen) // group if group > 1 else int(np.sum([sequence.trained_tokens for sequence in chosen]))
+    return Participant(job.name, source, chunks, terms or 1, virtual, job.method, job.beta or 0.0, carried)
+
+
+def aligned(
+    indices: Sequence[int],
+    lengths: Sequence[int],
+    chunk_tokens: int,
+    *,
+    virtual: int = 0,
+    group: int = 1,
+    forward: bool = False,
+) -> tuple[tuple[tuple[SequenceRef, ...], ...], frozenset[int]]:
+    """Sequences `indices` of so many tokens as chunks (`muxtune.plan.align`), and which of these are carried.
+
+    Each has `virtual` rows before it, which come with its first token.
+    """
+    budget = max(chunk_tokens, virtual + 1)
+    chunks = align([length + virtual for length in lengths], budget, group=group, forward=forward)
 
     def reference(piece: Piece) -> SequenceRef:
-        start, stop, whole = max(0, piece.start - virtual), piece.stop - virtual, len(chosen[piece.place])
+        start, stop, whole = max(0, piece.start - virtual), piece.stop - virtual, lengths[piece.place]
         return SequenceRef(indices[piece.place], stop - start, start, whole if stop - start < whole else None)
 
-    return Participant(
-        job.name,
-        source,
-        tuple(tuple(map(reference, chunk.pieces)) for chunk in chunks),
-        int(np.sum([sequence.trained_tokens for sequence in chosen])) or 1,
-        virtual,
-        frozenset(number for number, chunk in enumerate(chunks) if chunk.kind == "carry"),
-    )
+    carried = frozenset(number for number, chunk in enumerate(chunks) if chunk.kind == "carry")
+    return tuple(tuple(map(reference, chunk.pieces)) for chunk in chunks), carried

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from muxtune.durable import is_staged, make_folder, sweep, write_durably
 from muxtune.engine import checkpoint
 from muxtune.engine.checkpoint import Checkpoint, Ground
-from muxtune.engine.metrics import MetricsFiles, eval_row, step_row
+from muxtune.engine.metrics import MetricsFiles, columns_of, eval_row, step_row
 from muxtune.engine.samples import SamplesFile
 from muxtune.engine.task import Task
 from muxtune.errors import CheckpointError, StateError
@@ -59,7 +59,7 @@ class TaskFolder:
         self._job = job
         self._ground = ground
         self._export = export
-        self._metrics = MetricsFiles(path)
+        self._metrics = MetricsFiles(path, columns_of(job.method))
         self._samples = SamplesFile(path)
 
     @classmethod

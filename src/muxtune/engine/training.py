@@ -29,14 +29,14 @@ from filelock import FileLock, Timeout
 from muxtune.data.prepare import PreparedJob, Preparer
 from muxtune.durable import discard, make_folder, sweep
 from muxtune.engine import checkpoint
-from muxtune.engine.admission import Admission, admit
+from muxtune.engine.admission import Admission, JobSize, admit
 from muxtune.engine.checkpoint import Ground
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task import Task
 from muxtune.engine.task_folder import Origin, TaskFolder, holds_run, load_checkpoint, read_origin, status_of
-from muxtune.errors import CheckpointError, ConfigError, MuxTuneError, StateError
+from muxtune.errors import ConfigError, MuxTuneError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
@@ -46,6 +46,7 @@ from muxtune.spec.resume import check_resume
 from muxtune.spec.run import RunSpec
 
 LOCK = ".muxtune.lock"
+_RECOMPUTED = "memory is too small to keep activations: they are computed twice, which takes about 40 % longer"
 Begin = Literal["new", "continue", "finished"]
 
 
@@ -74,6 +75,7 @@ class _Started:
 
     plan: PlannedJob
     prepared: PreparedJob
+    size: JobSize
     task: Task
     ground: Ground
     passed_over: tuple[str, ...]
@@ -160,7 +162,14 @@ class TrainingRun:
         used, free = memory_here(device)
         limit = min(self.run.memory_limit or used + free, used + free)
         model = footprint(base.path, dtype)
-        admission = admit(prepared, model, dtype=dtype, limit_bytes=limit, process_bytes=used)
+        admission = admit(
+            prepared,
+            model,
+            dtype=dtype,
+            limit_bytes=limit,
+            process_bytes=used,
+            memory_limit=self.run.memory_limit,
+        )
         if admission.refused and not self.keep_going:
             raise _first_of([Failure(job, error) for job, error in admission.refused])
         return admission
@@ -171,7 +180,7 @@ class TrainingRun:
         run = self.run
         admission = self.admit(prepared, base)
         yield from self._fail([Failure(job, error) for job, error in admission.refused])
-        admitted = {size.job.name for size in admission.sizes}
+        admitted = {size.job.name: size for size in admission.sizes}
         if not admitted:
             return
         engine = LocalEngine(
@@ -181,6 +190,7 @@ class TrainingRun:
             threads=run.threads,
             policy=run.policy,
             fuse_tokens=admission.fuse_tokens,
+            recompute=admission.model.recompute,
             num_hidden_layers=self.num_hidden_layers,
             cache_dir=self._cache,
         )
@@ -190,7 +200,7 @@ class TrainingRun:
             if job.job.name not in admitted:
                 continue
             try:
-                started.append(_start(engine, plans[job.job.name], job))
+                started.append(_start(engine, plans[job.job.name], job, admitted[job.job.name]))
             except MuxTuneError as error:
                 failures.append(Failure(job.job, error))
         if failures and not self.keep_going:
@@ -198,7 +208,7 @@ class TrainingRun:
         yield from self._fail(failures)
         folders = self._open(started, engine)
         for one in started:
-            for event in _opening(one):
+            for event in _opening(one, recompute=admission.model.recompute):
                 folders[one.task.name].record(event)
                 yield event
 
@@ -261,30 +271,43 @@ class TrainingRun:
         return self.cache_dir or default_cache_dir()
 
 
-def _start(engine: LocalEngine, plan: PlannedJob, prepared: PreparedJob) -> _Started:
+def _start(engine: LocalEngine, plan: PlannedJob, prepared: PreparedJob, size: JobSize) -> _Started:
     """Attach the job and put it where its newest whole checkpoint left off; writes nothing.
 
-    Raises what `attach` raises, and CheckpointError; the task is not attached then.
+    Raises what `attach` raises, CheckpointError, and ConfigError where it has begun with larger chunks than fit now;
+    the task is not attached then.
     """
-    task = engine.attach(plan.job, prepared)
+    task = engine.attach(plan.job, prepared, chunk_tokens=size.chunk_tokens)
     try:
         ground = Ground(engine.base.weights_sha256, str(engine.backbone.dtype).removeprefix("torch."), _begins_at(task))
         found = load_checkpoint(plan.folder) if plan.begin == "continue" else None
         if found is not None:
             checkpoint.restore(task, found, ground)
-    except CheckpointError:
+            _check_chunks(task, size)
+    except MuxTuneError:
         engine.detach(task)
         raise
-    return _Started(plan, prepared, task, ground, found.passed_over if found is not None else ())
+    return _Started(plan, prepared, size, task, ground, found.passed_over if found is not None else ())
 
 
-def _opening(one: _Started) -> Iterator[TaskEvent]:
+def _check_chunks(task: Task, size: JobSize) -> None:
+    if task.chunk_tokens > size.chunk_tokens:
+        raise ConfigError(
+            f"job {task.name!r} has begun with chunks of {task.chunk_tokens} tokens, which its results depend on; "
+            f"there is room for {size.chunk_tokens}",
+            where="memory_limit",
+            hint="give it as much memory as it began with, or start over with --overwrite",
+        )
+
+
+def _opening(one: _Started, *, recompute: bool) -> Iterator[TaskEvent]:
     """What is known of a task before its first round: its size, and what the user may not have wanted."""
     task = one.task
     yield TaskEvent("queued", task.name, task.step, data={"total_steps": task.total_steps})
     for reason in one.passed_over:
         yield TaskEvent("warning", task.name, task.step, f"passed over {reason}")
-    for warning in one.prepared.data.report.warnings:
+    recomputed = _RECOMPUTED if recompute else None
+    for warning in (*filter(None, [recomputed, one.size.warning]), *one.prepared.data.report.warnings):
         yield TaskEvent("warning", task.name, task.step, warning)
 
 

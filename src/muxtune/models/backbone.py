@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from muxtune.models.attention import ATTENTION_NAME
 from muxtune.models.embedding import TokenEmbedding
 from muxtune.models.loss import Head
 from muxtune.models.recipes import Recipe, recipe_for
+from muxtune.models.recompute import recomputed
 from muxtune.spec.peft import Place
 
 _Call = tuple[
@@ -157,12 +159,17 @@ class Backbone:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The token embedding and every attach point, as specs see them."""
+        """The token embedding, every attach point of the layers and the head, as specs see them."""
         points = (
             Place(op.name, op.kind, op.roles, op.layer, op.in_features, op.out_features, op.biased)
             for op in self.ops.values()
         )
-        return self.embedding.place, *points
+        return self.embedding.place, *points, self.head.place
+
+    @property
+    def ends(self) -> dict[str, TokenEmbedding | Head]:
+        """The BaseOps before and after the layers: the token embedding and the head, which may share one weight."""
+        return {self.embedding.name: self.embedding, self.head.name: self.head}
 
     @property
     def attention_shape(self) -> tuple[int, int, int]:
@@ -182,16 +189,21 @@ class Backbone:
         return int(self.head.weight_VD.shape[0])
 
     def begin(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Prelude:
-        """Everything before the first layer, for T packed rows. Only given rows can need a gradient there."""
+        """Everything before the first layer, for T packed rows. Only given rows and what hooks the embedding can need a
+        gradient there."""
         self._notes.clear()
         self.slot.current = current
+        hook = current.hooks.get(self.embedding.name)
+        learned = hook is not None or bool(current.given)
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(current.given)):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and learned):
                 self._body(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
         finally:
             self.slot.current = None
         served, self.embedding.served = self.embedding.served, ()
-        assert served is current.given or not current.given, "the model does not use its embedding"
+        asked, self.embedding.asked = self.embedding.asked, None
+        used = (served is current.given or not current.given) and asked is hook
+        assert used, "the model does not use its embedding"
         calls = list(self._notes)
         self._notes.clear()
         return Prelude(calls[0][0][0], calls)
@@ -207,12 +219,18 @@ class Backbone:
             self.slot.current = None
         return x_1TD[0]
 
-    def hidden(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Tensor:
-        """The whole chain at once: what the head takes, [T, D]."""
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, current: Pass, *, recompute: bool = False) -> Tensor:
+        """The whole chain at once: what the head takes, [T, D].
+
+        With `recompute` each block keeps its input rows only, and runs again in the backward pass: the same bits.
+        """
         prelude = self.begin(ids_T, positions_T, current)
         x_TD = prelude.x_TD
         for block in self.blocks:
-            x_TD = block.forward(x_TD, prelude, current)
+            if recompute and torch.is_grad_enabled():
+                x_TD = recomputed(partial(block.forward, prelude=prelude, current=current), x_TD)
+            else:
+                x_TD = block.forward(x_TD, prelude, current)
         return self.finish(x_TD, current)
 
 
@@ -224,8 +242,9 @@ def _embedding_of(model: PreTrainedModel, slot: PassSlot) -> TokenEmbedding:
 
 def _head_of(model: PreTrainedModel) -> Head:
     module = model.get_output_embeddings()
+    names = [name for name, other in model.named_modules() if other is module]
     if not isinstance(module, nn.Linear):
         raise ModelError(f"model type {model.config.model_type!r} has no linear language-model head")
     softcap = getattr(model.config, "final_logit_softcapping", None)
     bias = module.bias.detach() if module.bias is not None else None
-    return Head(module.weight.detach(), bias, float(softcap) if softcap else None)
+    return Head(module.weight.detach(), bias, float(softcap) if softcap else None, name=names[0])

@@ -26,7 +26,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from muxtune.durable import staged_folder, write_durably
-from muxtune.errors import ModelError
+from muxtune.errors import ConfigError, ModelError
 
 RECEIPT = "muxtune.json"
 
@@ -51,9 +51,18 @@ class Receipt:
 
 
 def default_cache_dir() -> Path:
-    """`${XDG_CACHE_HOME:-~/.cache}/muxtune`; a relative XDG_CACHE_HOME is ignored, as its specification asks."""
+    """`${XDG_CACHE_HOME:-~/.cache}/muxtune`; a relative XDG_CACHE_HOME is ignored, as its specification asks.
+
+    Raises ConfigError for a user without a home.
+    """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".cache") / "muxtune"
+    if given.is_absolute():
+        return given / "muxtune"
+    try:
+        return Path.home() / ".cache" / "muxtune"
+    except RuntimeError:
+        hint = "set HOME, or XDG_CACHE_HOME, to a folder that can be written"
+        raise ConfigError("there is no home folder to keep the model cache in", where="HOME", hint=hint) from None
 
 
 def private_folder(path: Path) -> Path:

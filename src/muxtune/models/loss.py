@@ -5,36 +5,101 @@ vocabulary. A slice's logits exist once and are turned into the gradient of its 
 [slice, V] buffer whatever the batch. Since the weight of every token (1 / the task's denominator) is known beforehand,
 nothing has to be kept for a later backward.
 
+Adapters on the head join in the same sweep (`muxtune.models.head_rows`): each adds to the logits of its own rows before
+the soft cap, and takes its gradient from theirs afterwards.
+
 `token_losses_plain` is the twin, through autograd.
 
-Legend: N trained positions, D model, V vocabulary.
+Legend: N trained positions, n rows of a slice (padding included), D what the head takes, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SLICE_ROWS = 256
-ROW_MULTIPLE = 16
+from muxtune.models.head_rows import ROW_MULTIPLE, SLICE_ROWS, HeadRows, Piece, cut
+from muxtune.spec.peft import Place
+
+__all__ = ["ROW_MULTIPLE", "SLICE_ROWS", "Head", "TokenLosses", "token_losses", "token_losses_plain"]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output projection of a backbone; `softcap` as in Gemma-2 (logits -> cap * tanh(logits / cap))."""
+    """The output projection of a backbone, a BaseOp like its linears; `softcap` as in Gemma-2 (logits -> cap *
+    tanh(logits / cap))."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
     softcap: float | None = None
+    name: str = "lm_head"
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, V], in at least fp32."""
-        logits = F.linear(hidden_ND, self.weight_VD, self.bias_V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+    @property
+    def kind(self) -> Literal["head"]:
+        return "head"
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return frozenset({"head"})
+
+    @property
+    def layer(self) -> int | None:
+        return None
+
+    @property
+    def in_features(self) -> int:
+        return int(self.weight_VD.shape[1])
+
+    @property
+    def out_features(self) -> int:
+        return int(self.weight_VD.shape[0])
+
+    @property
+    def biased(self) -> bool:
+        return self.bias_V is not None
+
+    @property
+    def table(self) -> Tensor:
+        """The weight, one row an entry."""
+        return self.weight_VD
+
+    @property
+    def place(self) -> Place:
+        return Place(self.name, self.kind, self.roles, self.layer, self.in_features, self.out_features, self.biased)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V] before the soft cap, in at least fp32."""
+        raw_NV = F.linear(hidden_ND, self.weight_VD, self.bias_V)
+        return raw_NV.to(torch.promote_types(raw_NV.dtype, torch.float32))
+
+    def cap(self, raw_NV: Tensor) -> Tensor:
+        return raw_NV if self.softcap is None else torch.tanh(raw_NV / self.softcap) * self.softcap
+
+    def logits(self, hidden_ND: Tensor, hooked: Sequence[HeadRows] = ()) -> Tensor:
+        """[N, V], in at least fp32, all at once. Without a gradient."""
+        raw_NV = self.forward(hidden_ND)
+        for share in hooked:
+            rows = slice(share.start, share.stop)
+            spare = (0, 0, 0, -(share.stop - share.start) % ROW_MULTIPLE)
+            own_nV = F.pad(raw_NV[rows], spare)  # rows of its own, aligned whatever the vocabulary's size
+            share.hook.forward(slice(0, share.stop - share.start), F.pad(hidden_ND[rows], spare), own_nV)
+            raw_NV[rows] = own_nV[: share.stop - share.start]
+        return self.cap(raw_NV)
+
+    def logits_plain(self, hidden_ND: Tensor, hooked: Sequence[HeadRows] = ()) -> Tensor:
+        """The twin of `logits`, through autograd."""
+        raw_NV = self.forward(hidden_ND)
+        done, parts = 0, []
+        for share in hooked:
+            rows = slice(share.start, share.stop)
+            parts += [raw_NV[done : share.start], share.hook.forward_plain(hidden_ND[rows], raw_NV[rows])]
+            done = share.stop
+        return self.cap(torch.cat([*parts, raw_NV[done:]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,60 +111,66 @@ class TokenLosses:
     grad_ND: Tensor | None
 
 
-def token_losses(head: Head, hidden_ND: Tensor, target_N: Tensor, weight_N: Tensor | None) -> TokenLosses:
+def token_losses(
+    head: Head, hidden_ND: Tensor, target_N: Tensor, weight_N: Tensor | None, hooked: Sequence[HeadRows] = ()
+) -> TokenLosses:
     """Losses of N trained positions, and their gradient where `weight_N` (dL/d(-logp) of each) is given.
 
-    Each slice is padded with zero rows to a multiple of 16, so that a row's result does not depend on how many
-    others there are (design contract 1).
+    Each slice is filled with zero rows to a multiple of 16, so that a row's result does not depend on how many
+    others there are (design contract 1). `hooked`: rows with an adapter on the head, ascending, none twice.
     """
     total = hidden_ND.shape[0]
-    spare = -total % ROW_MULTIPLE
-    hidden_ND, target_N = F.pad(hidden_ND, (0, 0, 0, spare)), F.pad(target_N, (0, spare))
-    weight_N = F.pad(weight_N, (0, spare)) if weight_N is not None else None
-    parts = [
-        _slice_losses(head, hidden_ND[rows], target_N[rows], weight_N[rows] if weight_N is not None else None)
-        for start in range(0, total, SLICE_ROWS)
-        for rows in [slice(start, start + SLICE_ROWS)]
-    ]
-    if not parts:
-        empty = hidden_ND.new_empty(0, dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
-        return TokenLosses(empty, target_N.bool(), hidden_ND if weight_N is not None else None)
-    return TokenLosses(
-        torch.cat([part.logprob_N for part in parts])[:total],
-        torch.cat([part.correct_N for part in parts])[:total],
-        torch.cat([part.grad_ND for part in parts if part.grad_ND is not None])[:total]
-        if weight_N is not None
-        else None,
-    )
+    spare_ND, spare_N = F.pad(hidden_ND, (0, 0, 0, 1)), F.pad(target_N, (0, 1))  # row `total` is the filling
+    spare_weight_N = F.pad(weight_N, (0, 1)) if weight_N is not None else None
+    logprob_N = spare_ND.new_zeros(total + 1, dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+    correct_N = spare_N.new_zeros(total + 1, dtype=torch.bool)
+    grad_ND = torch.zeros_like(spare_ND) if weight_N is not None else None
+    for part in cut(total, hooked):
+        index_n = torch.from_numpy(part.index_n).to(hidden_ND.device)
+        weight_n = spare_weight_N[index_n] if spare_weight_N is not None else None
+        found = _slice_losses(head, spare_ND[index_n], spare_N[index_n], weight_n, part.pieces)
+        logprob_N[index_n], correct_N[index_n] = found.logprob_N, found.correct_N
+        if grad_ND is not None and found.grad_ND is not None:
+            grad_ND[index_n] = found.grad_ND
+    return TokenLosses(logprob_N[:total], correct_N[:total], grad_ND[:total] if grad_ND is not None else None)
 
 
-def _slice_losses(head: Head, hidden_ND: Tensor, target_N: Tensor, weight_N: Tensor | None) -> TokenLosses:
+def _slice_losses(
+    head: Head, hidden_nD: Tensor, target_n: Tensor, weight_n: Tensor | None, pieces: Sequence[Piece]
+) -> TokenLosses:
     """One slice; its logits become the gradient of its rows in place."""
-    logits_NV = head.logits(hidden_ND)
-    top_N1, guess_N1 = logits_NV.max(dim=1, keepdim=True)
-    target_N1 = target_N[:, None]
-    score_N1 = logits_NV.gather(1, target_N1) - top_N1
-    slope_NV = 1 - (logits_NV / head.softcap) ** 2 if head.softcap is not None and weight_N is not None else None
-    odds_NV = logits_NV.sub_(top_N1).exp_()
-    total_N1 = odds_NV.sum(dim=1, keepdim=True)
-    logprob_N = (score_N1 - total_N1.log()).squeeze(1)
-    correct_N = (guess_N1 == target_N1).squeeze(1)
-    if weight_N is None:
-        return TokenLosses(logprob_N, correct_N, None)
-    weight_N1 = weight_N[:, None].to(odds_NV.dtype)
-    delta_NV = odds_NV.mul_(weight_N1 / total_N1).scatter_add_(1, target_N1, -weight_N1)
-    if slope_NV is not None:
-        delta_NV *= slope_NV
-    return TokenLosses(logprob_N, correct_N, delta_NV.to(hidden_ND.dtype) @ head.weight_VD)
+    logits_nV = head.forward(hidden_nD)
+    saved = [piece.hook.forward(piece.rows, hidden_nD[piece.at], logits_nV[piece.at]) for piece in pieces]
+    logits_nV = head.cap(logits_nV)
+    top_n1, guess_n1 = logits_nV.max(dim=1, keepdim=True)
+    target_n1 = target_n[:, None]
+    score_n1 = logits_nV.gather(1, target_n1) - top_n1
+    slope_nV = 1 - (logits_nV / head.softcap) ** 2 if head.softcap is not None and weight_n is not None else None
+    odds_nV = logits_nV.sub_(top_n1).exp_()
+    total_n1 = odds_nV.sum(dim=1, keepdim=True)
+    logprob_n = (score_n1 - total_n1.log()).squeeze(1)
+    correct_n = (guess_n1 == target_n1).squeeze(1)
+    if weight_n is None:
+        return TokenLosses(logprob_n, correct_n, None)
+    weight_n1 = weight_n[:, None].to(odds_nV.dtype)
+    delta_nV = odds_nV.mul_(weight_n1 / total_n1).scatter_add_(1, target_n1, -weight_n1)
+    if slope_nV is not None:
+        delta_nV *= slope_nV
+    grad_nD = delta_nV.to(hidden_nD.dtype) @ head.weight_VD
+    for piece, kept in zip(pieces, saved, strict=True):
+        at = piece.at
+        piece.hook.backward(piece.rows, hidden_nD[at], kept, delta_nV[at], grad_nD[at])
+    return TokenLosses(logprob_n, correct_n, grad_nD)
 
 
-def token_losses_plain(head: Head, hidden_ND: Tensor, target_N: Tensor, weight_N: Tensor | None) -> TokenLosses:
+def token_losses_plain(
+    head: Head, hidden_ND: Tensor, target_N: Tensor, weight_N: Tensor | None, hooked: Sequence[HeadRows] = ()
+) -> TokenLosses:
     """The twin of `token_losses`: whole logits, PyTorch's cross-entropy, autograd."""
     hidden_ND = hidden_ND.detach().requires_grad_(weight_N is not None)
     with torch.set_grad_enabled(weight_N is not None):
-        logits_NV = head.logits(hidden_ND)
+        logits_NV = head.logits_plain(hidden_ND, hooked)
         loss_N = F.cross_entropy(logits_NV, target_N, reduction="none")
-    grad = None
     if weight_N is not None:
-        (grad,) = torch.autograd.grad(loss_N, hidden_ND, weight_N.to(loss_N.dtype))
-    return TokenLosses(-loss_N.detach(), logits_NV.detach().argmax(dim=1) == target_N, grad)
+        torch.autograd.backward([loss_N], [weight_N.to(loss_N.dtype)])
+    return TokenLosses(-loss_N.detach(), logits_NV.detach().argmax(dim=1) == target_N, hidden_ND.grad)

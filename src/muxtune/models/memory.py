@@ -10,12 +10,16 @@ measured: what autograd keeps, by family, on tiny models (a test holds it), time
 memory to that on SmolLM2-135M: 1.66 MB a row, 14,200 floats a layer (docs/log.md). Soft-capped attention keeps its
 scores as well, which grow with the sequence.
 
+With recomputation (`muxtune.models.recompute`) a row leaves its input of each block, times the same 1.33, and that of
+three layers for the one block that runs again and its backward pass: on SmolLM2-135M 257 kB a row, measured 176-238
+(docs/log.md).
+
 The boundary: bytes of shapes; who may train is the engine's business.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -41,6 +45,8 @@ _FACTORS = {
 }
 _OTHER = max(_FACTORS.values())
 _SCORES = 2.5  # floats that soft-capped attention keeps of each score
+_PEAK = 1.33  # the process's peak over what is kept
+_BLOCKS_AT_ONCE = 3  # a block that runs again, and the buffers of its backward pass
 _HEAD_COPIES = 3  # logits, their slope under a soft cap, and what becomes of them
 _CGROUP_LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -56,6 +62,8 @@ class Footprint:
         row_bytes: activations of one packed row, all layers.
         score_bytes: of one row and one position of its sequence, where attention keeps scores; else 0.
         layer_weights, head_weights: numbers that every row, and every trained row, is multiplied with.
+        blocks, input_bytes: how many there are, and what one row is to all of them as their input.
+        recompute: whether the activations are those of recomputation.
     """
 
     weights_bytes: int
@@ -65,6 +73,22 @@ class Footprint:
     layer_weights: int
     head_weights: int
     places: tuple[Place, ...]
+    blocks: int = 1
+    input_bytes: int = 0
+    recompute: bool = False
+
+    def recomputed(self) -> Footprint:
+        """The same model with recomputation."""
+        return replace(
+            self,
+            row_bytes=int(_PEAK * self.input_bytes) + self._of_blocks(self.row_bytes),
+            score_bytes=self._of_blocks(self.score_bytes),
+            recompute=True,
+        )
+
+    def _of_blocks(self, size_bytes: int) -> int:
+        """What the blocks that are at work at once hold of what all hold."""
+        return size_bytes * min(self.blocks, _BLOCKS_AT_ONCE) // self.blocks
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -96,6 +120,8 @@ def footprint(folder: Path, dtype: torch.dtype) -> Footprint:
         layer_weights=sum(inputs * outputs for inputs, outputs in shapes.values()),
         head_weights=backbone.head.weight_VD.numel(),
         places=backbone.places,
+        blocks=len(backbone.blocks),
+        input_bytes=len(backbone.blocks) * backbone.config.hidden_size * dtype.itemsize,
     )
 
 

@@ -1,10 +1,11 @@
 """An adapter merged into its base: new values of the base's own parameters, written as an ordinary model folder.
 
 The boundary: functions from old values to new ones, by parameter name; neither the engine nor peft. Weights are
-streamed: one shard of the result (5 GB at most) is in memory at a time. Nothing is matched by luck: every change must
-find its tensor, some tensor must change, and before the folder appears its logits are compared with those of base +
-adapter, both in fp32 - a merge that does not bring the base's outputs nearer to the adapter's is refused. Costs a read
-and a write of the model, and the comparison (`merge_check`).
+streamed: one shard of the result (5 GB at most) is in memory at a time. Where the model ties its head to the embedding
+and either changes, the result has both as matrices of their own and says so in its config. Nothing is matched by luck:
+every change must find its tensor, some tensor must change, and before the folder appears its logits are compared with
+those of base + adapter, both in fp32 - a merge that does not bring the base's outputs nearer to the adapter's is
+refused. Costs a read and a write of the model, and the comparison (`merge_check`).
 
 Legend: I input features, O output features.
 """
@@ -12,7 +13,7 @@ Legend: I input features, O output features.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from muxtune.durable import staged_folder
+from muxtune.durable import staged_folder, write_text
 from muxtune.errors import AdapterError, ModelError
 from muxtune.models.cache import RECEIPT
 from muxtune.models.layout import INDEX, WEIGHTS, Layout, check_folder, read_json
@@ -62,6 +63,16 @@ class _Target:
     change: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Name of each tensor of the result -> that of the base's it is made from; what changes; whether a tied head
+    becomes a matrix of its own."""
+
+    sources: Mapping[str, str]
+    targets: Mapping[str, _Target]
+    unties: bool
+
+
 def merge_into(
     base: ModelFolder,
     changes: Changes,
@@ -80,46 +91,65 @@ def merge_into(
         dtype: of the result's floating-point weights; None keeps each tensor's own.
 
     Raises:
-        AdapterError: a change fits no parameter, or one that the model ties to another, or nothing changes.
+        AdapterError: a change fits no parameter, or nothing changes.
         ModelError: `dest` exists, or the base folder cannot be read.
     """
     if dest.exists() and any(dest.iterdir() if dest.is_dir() else [dest]):
         raise ModelError("there is something already", where=str(dest), hint="choose a new folder for the merged model")
     layout = check_folder(base.path)
-    targets = _targets(layout, changes)
+    plan = _plan(layout, changes)
     with staged_folder(dest, key_file="config.json") as staging:
-        changed = _write_weights(layout, targets, staging, dtype, max_shard_bytes)
-        _copy_files(layout.path, staging, extra_files, dtype)
+        changed = _write_weights(layout, plan, staging, dtype, max_shard_bytes)
+        _copy_files(layout.path, staging, extra_files, dtype, unties=plan.unties)
         difference, effect = compare_logits(adapted, staging) if adapted is not None else (None, None)
         report = MergeReport(dest, changed, difference, effect)
-        (staging / "README.md").write_text(_card(base, report), encoding="utf-8")
+        write_text(staging / "README.md", _card(base, report))
     return report
 
 
-def _targets(layout: Layout, changes: Changes) -> dict[str, _Target]:
-    """Name of a stored tensor -> what becomes of it."""
+def _plan(layout: Layout, changes: Changes) -> _Plan:
     model = skeleton(layout.path)
     modules, shapes = dict(model.named_modules()), {name: tuple(p.shape) for name, p in _parameters(model).items()}
-    tied = model.config.get_text_config().tie_word_embeddings
-    ends = (model.get_input_embeddings(), model.get_output_embeddings()) if tied else ()
     stored = {entry.name: entry.shape for entry in layout.tensors}
+    sources = {name: name for name in stored}
+    ends = _tied_ends(model)
+    unties = bool(ends & changes.keys())
+    if unties:
+        sources |= _untied(ends, model.base_model_prefix, stored)
     targets = {}
     for name, change in changes.items():
         if name not in shapes:
             raise AdapterError("the base model has no such parameter", where=name)
         path, _, leaf = name.rpartition(".")
-        module = modules[path]
-        if module in ends:
-            raise AdapterError(
-                "the head shares its matrix with the embedding, so a change of one alone cannot be merged", where=name
-            )
-        key = _stored_name(name, model.base_model_prefix, stored)
-        if stored[key] != shapes[name]:
-            raise AdapterError(f"the base's files hold it as {list(stored[key])}, not {list(shapes[name])}", where=name)
-        targets[key] = _Target(name, isinstance(module, Conv1D) and leaf == "weight", change)
+        key = _stored_name(name, model.base_model_prefix, sources)
+        shape = stored[sources[key]]
+        if shape != shapes[name]:
+            raise AdapterError(f"the base's files hold it as {list(shape)}, not {list(shapes[name])}", where=name)
+        targets[key] = _Target(name, isinstance(modules[path], Conv1D) and leaf == "weight", change)
     if not targets:
         raise AdapterError("the adapter has no tensors: there is nothing to merge")
-    return targets
+    return _Plan(sources, targets, unties)
+
+
+def _tied_ends(model: PreTrainedModel) -> set[str]:
+    """The weights of embedding and head, by parameter name, where they are one."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return set()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {f"{name}.weight" for name, module in model.named_modules() if module in ends}
+
+
+def _untied(ends: Collection[str], prefix: str, stored: Collection[str]) -> dict[str, str]:
+    """Where each of two tied weights comes from: its own tensor, or the only one that there is. A checkpoint that holds
+    both of a tied model's holds the same twice."""
+    held = {name: key for name in sorted(ends) for key in _stored_names(name, prefix) if key in stored}
+    if not held:
+        raise AdapterError("the base's files hold neither embedding nor head", where=", ".join(sorted(ends)))
+    (first, *_) = held.values()
+    bare = all(not key.startswith(f"{prefix}.") for key in stored)  # a checkpoint of the inner model alone
+    return {
+        held.get(name) or (name.removeprefix(f"{prefix}.") if bare else name): held.get(name, first) for name in ends
+    }
 
 
 def _parameters(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -127,9 +157,13 @@ def _parameters(model: PreTrainedModel) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _stored_name(name: str, prefix: str, stored: Mapping[str, tuple[int, ...]]) -> str:
+def _stored_names(name: str, prefix: str) -> tuple[str, str]:
     """A checkpoint may have been saved without the head's wrapper, and so without its prefix (GPT-2 on the hub is)."""
-    for candidate in (name, name.removeprefix(f"{prefix}.")):
+    return name, name.removeprefix(f"{prefix}.")
+
+
+def _stored_name(name: str, prefix: str, stored: Collection[str]) -> str:
+    for candidate in _stored_names(name, prefix):
         if candidate in stored:
             return candidate
     raise AdapterError(
@@ -141,16 +175,17 @@ def _stored_name(name: str, prefix: str, stored: Mapping[str, tuple[int, ...]]) 
 
 def _write_weights(
     layout: Layout,
-    targets: Mapping[str, _Target],
+    plan: _Plan,
     staging: Path,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
 ) -> int:
     """Stream every tensor from the base's files into new shards; returns how many of them changed."""
-    files = {entry.name: entry.file for entry in layout.tensors}
+    entries = {entry.name: entry for entry in layout.tensors}
+    made = {name: entries[source] for name, source in plan.sources.items()}
     outline = {
-        entry.name: torch.empty(entry.shape, dtype=_result_dtype(entry.dtype, dtype), device="meta")
-        for entry in layout.tensors
+        name: torch.empty(entry.shape, dtype=_result_dtype(entry.dtype, dtype), device="meta")
+        for name, entry in made.items()
     }
     split = split_torch_state_dict_into_shards(
         outline,
@@ -163,15 +198,15 @@ def _write_weights(
         for shard, names in split.filename_to_tensors.items():
             tensors = {}
             for name in names:
-                weight = opened[files[name]].get_tensor(name)
-                if name in targets:
-                    weight, moved = _merged(weight, targets[name], outline[name].dtype)
+                weight = opened[made[name].file].get_tensor(made[name].name)
+                if name in plan.targets:
+                    weight, moved = _merged(weight, plan.targets[name], outline[name].dtype)
                     changed += moved
                 tensors[name] = weight.to(outline[name].dtype).contiguous()
             save_file(tensors, staging / shard, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_text(staging / INDEX, json.dumps(index, indent=2) + "\n")
     if changed == 0:
         raise AdapterError("the adapter changes no weight: it is as it started", hint="was it trained?")
     return changed
@@ -203,14 +238,22 @@ def _result_dtype(stored: str, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and own.is_floating_point else own
 
 
-def _copy_files(base: Path, staging: Path, extra_files: Sequence[Path], dtype: torch.dtype | None) -> None:
+def _copy_files(
+    base: Path, staging: Path, extra_files: Sequence[Path], dtype: torch.dtype | None, *, unties: bool
+) -> None:
     own = [file for file in sorted(base.iterdir()) if file.suffix in _COPIED and file.name not in (INDEX, RECEIPT)]
     for file in (*own, *extra_files):
         (staging / file.name).write_bytes(file.read_bytes())
+    config = dict(read_json(staging / "config.json"))
     if dtype is not None:
-        config = {**read_json(staging / "config.json"), "dtype": str(dtype).removeprefix("torch.")}
+        config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
-        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if unties:
+        config["tie_word_embeddings"] = False
+        if isinstance(text := config.get("text_config"), dict):
+            config["text_config"] = {**text, "tie_word_embeddings": False}
+    if dtype is not None or unties:
+        write_text(staging / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _card(base: ModelFolder, report: MergeReport) -> str:

@@ -89,7 +89,8 @@ def rows_invariant(backbone: Backbone, batches: tuple[int, ...] = (48, 256)) -> 
     """Whether 16 rows give the same bits alone and inside larger batches, for every distinct frozen weight shape, and
     rows of every width are aligned."""
     shapes = {op.weight.shape: op.weight for op in backbone.attach_points.values()}
-    if any(width * backbone.dtype.itemsize % ALIGNMENT_BYTES for shape in shapes for width in shape):
+    widths = {backbone.embedding.width, *(width for shape in shapes for width in shape)}
+    if any(width * backbone.dtype.itemsize % ALIGNMENT_BYTES for width in widths):
         return False
     weights = [*shapes.values(), backbone.head.weight_VD]
     return all(_weight_invariant(weight, batches) for weight in weights)

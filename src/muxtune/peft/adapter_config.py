@@ -71,14 +71,18 @@ def check_keys(
             )
 
 
-def targeted(config: Mapping[str, JsonValue], attach_points: Collection[str], *, where: str) -> list[str]:
-    """The attach points that the config's keys select, by peft's rules restricted to literal names."""
+def targeted(
+    config: Mapping[str, JsonValue], attach_points: Collection[str], *, where: str, named_only: Collection[str] = ()
+) -> list[str]:
+    """The attach points that the config's keys select, by peft's rules restricted to literal names; those of
+    `named_only` are not among all linears."""
     targets = config.get("target_modules")
     excluded = read_names(config, "exclude_modules", where) or frozenset()
     layers = _layer_numbers(config.get("layers_to_transform"), where)
     patterns = read_names(config, "layers_pattern", where)
     if targets == _ALL_LINEAR:
-        chosen = [name for name in attach_points if name.rsplit(".", 1)[-1] != _OUTPUT_HEAD]
+        apart = {_OUTPUT_HEAD, *named_only}
+        chosen = [name for name in attach_points if name not in apart and name.rsplit(".", 1)[-1] != _OUTPUT_HEAD]
     else:
         names = read_names(config, "target_modules", where) or frozenset()
         chosen = [name for name in attach_points if not names.isdisjoint(suffixes(name))]

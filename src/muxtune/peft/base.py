@@ -8,8 +8,14 @@ another (0 * NaN is NaN). *Aggregate* is how a module's output joins the BaseOp'
     y = aggregate(x, BaseOp(input_rows(x)))        on the module's rows only
 
 A module says that once, plainly, through autograd (`forward_plain`, and `input_rows` where the BaseOp itself must see
-other rows). A type that only ever adds to the BaseOp's output may also come as a hand-written pair
-(`AdditiveModule`), which is faster; a test holds pair and plain equal.
+other rows). It may also come by hand (`HandWritten`), which is faster; a test holds the two equal. By hand, a pass is
+
+    forward     input_rows        what the BaseOp sees, where the module changes that
+                BaseOp            once, on the rows of all tasks
+                forward_rows      the module's share, in place on its output rows
+    backward    backward_output   parameters; the gradient of the output becomes that of the BaseOp's output, in place
+                BaseOp            its input gradient, once
+                backward_input    that becomes the gradient of the module's own rows, in place
 
 Legend: t rows of one task, I input features, O output features, V virtual rows, E embedding width, P prefix positions.
 """
@@ -29,7 +35,7 @@ from muxtune.spec.peft import Place
 
 
 class BaseOp(Protocol):
-    """A frozen operator of the backbone, as the PEFT layer sees it. `kind`: linear, norm or mlp."""
+    """A frozen operator of the backbone, as the PEFT layer sees it. `kind`: linear, norm, mlp, embedding or head."""
 
     @property
     def name(self) -> str: ...
@@ -68,12 +74,37 @@ class NormBase(BaseOp, Protocol):
     def forward_with(self, parameters: Mapping[str, Tensor], x_tD: Tensor) -> Tensor: ...
 
 
+class EndBase(BaseOp, Protocol):
+    """The token embedding or the head. A model may tie both to one `table`."""
+
+    @property
+    def table(self) -> Tensor:
+        """The weight, a row an entry of the vocabulary; without memory where the model was never loaded."""
+        ...
+
+
+class EmbeddingBase(EndBase, Protocol):
+    """Rows looked up by id and scaled; its input rows are ids, [t] int64."""
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def padding_id(self) -> int | None:
+        """The entry for which nothing is learned."""
+        ...
+
+
 class BackboneView(Protocol):
     """What a PEFT type may know of a backbone when it builds an adapter."""
 
     @property
     def ops(self) -> Mapping[str, BaseOp]:
-        """Every attach point by full module path, in the order of the layers."""
+        """Every attach point of the layers by full module path, in their order."""
+        ...
+
+    @property
+    def ends(self) -> Mapping[str, EndBase]:
+        """The token embedding and the head, by full module path: attach points that are only hooked by name."""
         ...
 
     @property
@@ -83,7 +114,7 @@ class BackboneView(Protocol):
 
     @property
     def places(self) -> Sequence[Place]:
-        """The token embedding and the attach points, as specs see them."""
+        """All attach points, as specs see them."""
         ...
 
     @property
@@ -111,8 +142,8 @@ class AdapterModule(Protocol):
         ...
 
     @property
-    def additive(self) -> bool:
-        """Whether it comes as an `AdditiveModule`."""
+    def by_hand(self) -> bool:
+        """Whether it is a `HandWritten`."""
         ...
 
     @property
@@ -129,25 +160,47 @@ class AdapterModule(Protocol):
         ...
 
 
-class AdditiveModule(AdapterModule, Protocol):
-    """A module that adds to the BaseOp's output, as a hand-written pair."""
+Kept = tuple[Tensor, ...]
 
-    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
-        """Aggregate into `y_tO` in place; returns what the backward needs. `keys` None switches dropout off."""
+
+class HandWritten(Protocol):
+    """A module's steps without autograd, each on its own rows. `keys` None switches dropout off."""
+
+    @property
+    def changes_input(self) -> bool:
+        """See `AdapterModule`; under `no_grad`, `input_rows` is the first step."""
         ...
 
-    def backward_rows(
-        self, x_tI: Tensor, saved: Tensor, grad_y_tO: Tensor, grad_x_tI: Tensor | None, keys: RowKeys | None
-    ) -> None:
-        """Add to the parameters' gradients, and to `grad_x_tI` (the BaseOp's own input gradient) in place."""
+    @property
+    def rescales(self) -> bool:
+        """Whether `backward_output` writes over the gradient it is given. One that only adds need not."""
+        ...
+
+    def input_rows(self, x_tI: Tensor, keys: RowKeys | None) -> Tensor:
+        """See `AdapterModule`."""
+        ...
+
+    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Kept:
+        """Aggregate into `y_tO`, the BaseOp's output, in place; returns what the backward needs."""
+        ...
+
+    def backward_output(self, x_tI: Tensor, kept: Kept, grad_y_tO: Tensor, keys: RowKeys | None) -> Kept:
+        """Add to the parameters' gradients, and turn `grad_y_tO` into the gradient of the BaseOp's output where that
+        is another; returns what `backward_input` needs."""
+        ...
+
+    def backward_input(self, x_tI: Tensor, kept: Kept, grad_x_tI: Tensor, keys: RowKeys | None) -> None:
+        """`grad_x_tI` comes as the BaseOp's input gradient; `kept` is from `backward_output`. Left out where nothing
+        below trains."""
         ...
 
 
 class PlainModule:
     """What most modules share: the parameters are kept, the BaseOp's input is left alone, autograd does the rest."""
 
-    additive = False
+    by_hand = False
     changes_input = False
+    rescales = False
 
     def __init__(self, *parameters: Tensor) -> None:
         self.parameters: tuple[Tensor, ...] = parameters
@@ -155,6 +208,15 @@ class PlainModule:
     def input_rows(self, x_tI: Tensor, keys: RowKeys | None) -> Tensor:
         """The rows as they are."""
         return x_tI
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where an adapter's buffers lie: `index` times `distance` elements into a slab, whose identity is `slab`."""
+
+    slab: object
+    index: int
+    distance: int
 
 
 class Adapter:
@@ -182,6 +244,13 @@ class Adapter:
         self.parameters = parameters
         self.fixed: Mapping[str, Tensor] = fixed or {}
         self.stochastic = stochastic
+
+    movable = False  # whether it may lie in a slab with others of its layout (`muxtune.peft.slab`)
+    slot: Slot | None = None
+
+    def moved(self, slot: Slot) -> None:
+        """Its parameters have gone to `slot`: views of them that are kept have to be made anew."""
+        self.slot = slot
 
     prefix: Prefix | None = None
     virtual_VE: Tensor | None = None

@@ -26,7 +26,7 @@ from torch import Tensor
 from muxtune.data.manifest import JsonValue
 from muxtune.errors import AdapterError
 from muxtune.peft.adapter_config import check_keys, clip, read_flag, targeted
-from muxtune.peft.base import Adapter, BackboneView, BaseOp, PlainModule
+from muxtune.peft.base import Adapter, BackboneView, BaseOp, Kept, PlainModule
 from muxtune.peft.convert import PREFIX, PeftPayload, exported, target_modules
 from muxtune.peft.dropout import RowKeys
 from muxtune.peft.folder import CONFIG_FILE, read_config, read_tensors
@@ -41,25 +41,27 @@ BEFT, OWN = "BEFT", "MUXTUNE_BITFIT"
 class BiasModule(PlainModule):
     """What is added at one attach point."""
 
-    additive = True
+    by_hand = True
 
     def __init__(self, bias_O: Tensor) -> None:
         assert bias_O.grad is not None
         super().__init__(bias_O)
         self._bias_O, self._grad_O = bias_O.detach(), bias_O.grad
 
-    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
+    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Kept:
         """y += d; the backward needs nothing of it."""
         if y_tO.dtype == self._bias_O.dtype:
             y_tO += self._bias_O
         else:
             y_tO.copy_(y_tO + self._bias_O)
-        return self._bias_O
+        return ()
 
-    def backward_rows(
-        self, x_tI: Tensor, saved: Tensor, grad_y_tO: Tensor, grad_x_tI: Tensor | None, keys: RowKeys | None
-    ) -> None:
+    def backward_output(self, x_tI: Tensor, kept: Kept, grad_y_tO: Tensor, keys: RowKeys | None) -> Kept:
         self._grad_O.add_(grad_y_tO.sum(0, dtype=self._grad_O.dtype))
+        return ()
+
+    def backward_input(self, x_tI: Tensor, kept: Kept, grad_x_tI: Tensor, keys: RowKeys | None) -> None:
+        """The BaseOp's is all there is."""
 
     def forward_plain(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
         (bias_O,) = self.parameters

@@ -23,6 +23,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be; a
 _DEFAULT_MAX_RANK = 16
 _SHOWN = 5
 _NAME = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
+_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
 # Modules that no LoRA of vLLM's current releases can be put on.
 _OUTSIDE = re.compile(r"(^|\.)(lm_head|embed_out|embed_tokens|wte|score)(\.|$)")
 
@@ -89,20 +90,23 @@ def _config_problems(config: Mapping[str, JsonValue]) -> list[str]:
 def _name_problems(
     tensors: Collection[str], names: Mapping[str, re.Match[str]], attach_points: Collection[str]
 ) -> list[str]:
-    odd = sorted(set(tensors) - set(names))
     modules = {match["module"] for match in names.values()}
-    outside = sorted(module for module in modules if _OUTSIDE.search(module))
-    unknown = sorted(modules - set(attach_points) - set(outside))
+    ends = {module for module in modules if _OUTSIDE.search(module)}
+    outside = {key for key in tensors if key.endswith(_EMBEDDING)}
+    outside |= {key for key, match in names.items() if match["module"] in ends}
+    odd = sorted(set(tensors) - set(names) - outside)
+    unknown = sorted(modules - set(attach_points) - ends)
     halves = sorted(
         m for m in modules if not {f"{PREFIX}{m}.lora_A.weight", f"{PREFIX}{m}.lora_B.weight"} <= set(names)
     )
     problems = []
-    if not modules:
+    if not modules and not outside:
         problems.append("there is no LoRA tensor: vLLM would serve the bare base model")
     if odd:
         problems.append(f"vLLM refuses tensors that are not lora_A or lora_B weights: {_some(odd)}")
     if outside:
-        problems.append(f"vLLM will not load an adapter on the embedding or the head: {_some(outside)}")
+        shown = _some(sorted(key.removeprefix(PREFIX) for key in outside))
+        problems.append(f"vLLM will not load this: tensors on the embedding or the head: {shown}; export it merged")
     if unknown:
         problems.append(f"no such module in the base model, vLLM would drop these silently: {_some(unknown)}")
     if halves:

@@ -71,13 +71,15 @@ def check_layout(
     why_extra: Callable[[str], str],
     where: str,
     integers: Collection[str] = (),
+    optional: Mapping[str, Shape] | None = None,
 ) -> None:
-    """Raises AdapterError unless the header holds exactly the tensors of `layout`, in a dtype of weights, or of whole
-    numbers where they are among `integers`.
+    """Raises AdapterError unless the header holds exactly the tensors of `layout`, and perhaps some of `optional`, in a
+    dtype of weights, or of whole numbers where they are among `integers`.
 
     `why_extra` says in words why a tensor of that name is none of them.
     """
-    extra = sorted(set(found) - set(layout))
+    known = {**layout, **(optional or {})}
+    extra = sorted(set(found) - set(known))
     if extra:
         raise AdapterError(
             f"{len(extra)} tensors do not fit this model and config, the first is {extra[0][:80]!r}",
@@ -95,9 +97,9 @@ def check_layout(
         allowed = _INTEGER_DTYPES if name in integers else _WEIGHT_DTYPES
         if info.dtype not in allowed:
             raise AdapterError(f"{name!r} is {info.dtype}, not one of {', '.join(allowed)}", where=where)
-        if info.shape != layout[name]:
+        if info.shape != known[name]:
             raise AdapterError(
-                f"{name!r} is {list(info.shape)}, this model and adapter_config.json need {list(layout[name])}",
+                f"{name!r} is {list(info.shape)}, this model and adapter_config.json need {list(known[name])}",
                 where=where,
                 hint="the config is not that of the tensors, or the adapter is of a model of another size",
             )

@@ -9,7 +9,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from muxtune.durable import staged_folder
+from muxtune.durable import staged_folder, write_text
 from muxtune.errors import AdapterError
 from muxtune.peft.card import card
 from muxtune.peft.folder import (
@@ -46,11 +46,11 @@ def copy_adapter(folder: Path, dest: Path, *, base_name: str | None = None) -> N
             return
         check_public_name(base_name)
         config["base_model_name_or_path"] = base_name
-        (staging / CONFIG_FILE).write_text(_json(config), encoding="utf-8")
+        write_text(staging / CONFIG_FILE, _json(config))
         if manifest is not None:
             renamed = replace(manifest, base=replace(manifest.base, name=base_name))
-            (staging / MANIFEST_FILE).write_text(_json(renamed.to_json()), encoding="utf-8")
-            (staging / CARD_FILE).write_text(card(config, renamed), encoding="utf-8")
+            write_text(staging / MANIFEST_FILE, _json(renamed.to_json()))
+            write_text(staging / CARD_FILE, card(config, renamed))
 
 
 def _json(value: object) -> str:

@@ -18,33 +18,93 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muxtune.peft.base import LinearBase
+from muxtune.peft.base import Kept, LinearBase
 from muxtune.peft.dropout import RowKeys
 from muxtune.peft.lora import LowRankAdapter, LowRankModule, draw_start, low_rank_parameters, pair_of
+from muxtune.peft.pair_stack import PairStack
 
 
 class DoraModule(LowRankModule):
     """m / n * (W x + s B A x) + b at one attach point."""
 
+    by_hand = True
+    rescales = True
+
     def __init__(
         self, op: LinearBase, lora_a_RI: Tensor, lora_b_OR: Tensor, magnitude_O: Tensor, scale: float, dropout: float
     ) -> None:
         super().__init__(op.name, lora_a_RI, lora_b_OR, scale, dropout)
+        assert magnitude_O.grad is not None
         self.parameters = (lora_a_RI, lora_b_OR, magnitude_O)
+        self._grad_magnitude_O = magnitude_O.grad
+        self._pair = PairStack.of(lora_a_RI, lora_b_OR, scale)
         self._op = op
-        self._weight_squares_O = op.weight_OI.to(self._dtype).square().sum(1)
+        self._weight_squares_O = self._weight_OI.square().sum(1)
         self.norm_O = torch.empty_like(magnitude_O, requires_grad=False)
+        self._length_O, self._beyond_O = torch.empty_like(self.norm_O), torch.empty_like(self.norm_O)
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make n anew."""
+        """Make n anew, and l = m / n."""
         a_RI, b_OR, _ = self.parameters
-        mixed_OR = torch.mm(self._op.weight_OI.to(self._dtype), a_RI.T)
+        mixed_OR = torch.mm(self._weight_OI, a_RI.T)
         own_OR = torch.mm(b_OR, torch.mm(a_RI, a_RI.T))
         cross_O = (torch.add(2 * mixed_OR, own_OR, alpha=self._scale) * b_OR).sum(1)
         squares_O = torch.add(self._weight_squares_O, cross_O, alpha=self._scale)
         self.norm_O.copy_(lengths(squares_O))
+        self.rescale()
+
+    @torch.no_grad()
+    def rescale(self) -> None:
+        """Make l = m / n anew, and l - 1."""
+        *_, magnitude_O = self.parameters
+        torch.div(magnitude_O.detach(), self.norm_O, out=self._length_O)
+        torch.sub(self._length_O, 1, out=self._beyond_O)
+
+    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Kept:
+        """See the head of this file; keeps A x and the whole adapted product, (W + s B A) x."""
+        inputs_tI = self._inputs(x_tI, keys)
+        down_1tR = self._pair.down(inputs_tI)
+        if self._drops(keys):
+            turned_tO = F.linear(inputs_tI, self._weight_OI)
+            self._pair.add_up(turned_tO, down_1tR)
+            wide_tO = y_tO.to(self._dtype, copy=True)
+            self._pair.add_up(wide_tO, down_1tR)
+        else:
+            wide_tO = y_tO.to(self._dtype, copy=True)
+            self._pair.add_up(wide_tO, down_1tR)
+            turned_tO = wide_tO if self._op.bias is None else wide_tO - self._op.bias
+        if y_tO.dtype == self._dtype:
+            torch.addcmul(wide_tO, turned_tO, self._beyond_O, out=y_tO)
+        else:
+            y_tO.copy_(torch.addcmul(wide_tO, turned_tO, self._beyond_O))
+        return down_1tR, turned_tO
+
+    def backward_output(self, x_tI: Tensor, kept: Kept, grad_y_tO: Tensor, keys: RowKeys | None) -> Kept:
+        """l's share goes to the pair and, but for dropout, to the BaseOp."""
+        down_1tR, turned_tO = kept
+        grad_tO = grad_y_tO.to(self._dtype)
+        self._grad_magnitude_O += torch.mul(grad_tO, turned_tO).sum(0).div_(self.norm_O)
+        beyond_tO = (grad_tO * self._beyond_O,) if self._drops(keys) else ()
+        grad_tO = grad_tO * self._length_O
+        if not beyond_tO:
+            grad_y_tO.copy_(grad_tO)
+        return (self._pair.pull(self._inputs(x_tI, keys), down_1tR, grad_tO), *beyond_tO)
+
+    def backward_input(self, x_tI: Tensor, kept: Kept, grad_x_tI: Tensor, keys: RowKeys | None) -> None:
+        grad_down_1tR, *beyond_tO = kept
+        if not beyond_tO and grad_x_tI.dtype == self._dtype:
+            self._pair.add_back(grad_x_tI, grad_down_1tR)
+            return
+        own_tI = self._pair.back(grad_down_1tR)
+        for grad_tO in beyond_tO:
+            own_tI += torch.mm(grad_tO, self._weight_OI)
+        grad_x_tI += self._drop(own_tI, keys).to(grad_x_tI.dtype)
+
+    @property
+    def _weight_OI(self) -> Tensor:
+        return self._op.weight_OI.to(self._dtype)
 
     def forward_plain(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
         *_, magnitude_O = self.parameters
@@ -55,10 +115,11 @@ class DoraModule(LowRankModule):
 
     def _base(self, inputs_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
         """W x on the inputs that the pair sees: what the BaseOp has computed already, but for dropout."""
-        if keys is not None and self._dropout > 0:
-            return F.linear(inputs_tI, self._op.weight_OI.to(self._dtype))
-        y_tO = y_tO.to(self._dtype)
-        return y_tO if self._op.bias is None else y_tO - self._op.bias
+        if self._drops(keys):
+            based_tO: Tensor = F.linear(inputs_tI, self._weight_OI)
+            return based_tO
+        wide_tO, bias_O = y_tO.to(self._dtype), self._op.bias
+        return wide_tO if bias_O is None else wide_tO - bias_O
 
 
 class DoraAdapter(LowRankAdapter):
@@ -83,6 +144,7 @@ class DoraAdapter(LowRankAdapter):
             magnitude_O = parameters.views[f"{op.name}.lora_magnitude_vector"]
             module = DoraModule(op, *pair_of(op, parameters), magnitude_O, scale, dropout)
             magnitude_O.detach().copy_(module.norm_O)  # B is zero: these are the norms of W
+            module.rescale()
             self._own[op.name] = module
         super().__init__(self._own, parameters, stochastic=dropout > 0)
 

@@ -31,6 +31,10 @@ class RowKeys:
     low_t1: Tensor
     high_t1: Tensor
 
+    def at(self, index_n: Tensor) -> RowKeys:
+        """Those of some of the rows."""
+        return RowKeys(self.low_t1[index_n], self.high_t1[index_n])
+
 
 def row_keys(
     seed: int, step: int, example_t: npt.NDArray[np.int64], position_t: npt.NDArray[np.int64], device: torch.device

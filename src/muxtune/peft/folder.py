@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from muxtune.data.manifest import FORMAT, JsonValue, TrainingManifest
-from muxtune.durable import staged_folder
+from muxtune.durable import staged_folder, write_text
 from muxtune.errors import AdapterError
 from muxtune.peft.card import card
 from muxtune.peft.convert import PeftPayload, Shape, check_layout
@@ -79,15 +79,15 @@ def write_adapter(
     config = {**payload.config, "base_model_name_or_path": base}
     with staged_folder(dest, key_file=CONFIG_FILE) as staging:
         save_file(dict(payload.tensors), staging / WEIGHTS_FILE, metadata={"format": "pt"})
-        (staging / CONFIG_FILE).write_text(_json(config), encoding="utf-8")
-        (staging / MANIFEST_FILE).write_text(_json(manifest.to_json()), encoding="utf-8")
-        (staging / CARD_FILE).write_text(card(config, manifest), encoding="utf-8")
+        write_text(staging / CONFIG_FILE, _json(config))
+        write_text(staging / MANIFEST_FILE, _json(manifest.to_json()))
+        write_text(staging / CARD_FILE, card(config, manifest))
         if model_folder is not None:
             _copy_tokenizer(model_folder, staging)
             generation = generation_config(model_folder, manifest.prompt.stop_token_ids)
-            (staging / GENERATION_FILE).write_text(_json(generation), encoding="utf-8")
+            write_text(staging / GENERATION_FILE, _json(generation))
         if chat_template is not None:
-            (staging / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
+            write_text(staging / TEMPLATE_FILE, chat_template)
 
 
 def check_public_name(base: str) -> None:
@@ -107,15 +107,17 @@ def read_tensors(
     why_extra: Callable[[str], str],
     base_sha256: str | None = None,
     integers: Collection[str] = (),
+    optional: Mapping[str, Shape] | None = None,
 ) -> StoredTensors:
-    """The tensors of an adapter folder that anyone may have written, which must be exactly those of `layout`: fp32, and
-    int64 those of `integers`.
+    """The tensors of an adapter folder that anyone may have written, which must be exactly those of `layout`, and
+    perhaps some of `optional`: fp32, and int64 those of `integers`.
 
     Args:
         config: of the folder, which the type has judged.
         layout: name and shape of each, as the type derives them from the config and the model.
         why_extra: says in words why a tensor of that name is none of them.
         base_sha256: the hash of the loaded base weights; an adapter whose manifest names another is refused.
+        optional: tensors that may be there as well; they come in the dtype of the file.
 
     Raises:
         AdapterError: whatever is wrong, before any memory is spent on the tensors.
@@ -124,9 +126,13 @@ def read_tensors(
     _check_base(manifest, base_sha256, folder)
     weights = folder / WEIGHTS_FILE
     with SafetensorsFile(weights) as file:
-        check_layout(file.tensors, layout, why_extra=why_extra, where=str(weights), integers=integers)
+        check_layout(
+            file.tensors, layout, why_extra=why_extra, where=str(weights), integers=integers, optional=optional
+        )
         tensors = {
             name: tensor.to(torch.int64 if name in integers else torch.float32).contiguous()
+            if name in layout
+            else tensor
             for name, tensor in file.load().items()
         }
     for name, tensor in tensors.items():

@@ -44,6 +44,7 @@ _NEUTRAL: Neutral = {
         "this initialisation may have changed the base model's own weights; convert it to plain LoRA with peft",
     ),
     "layer_replication": ((None, []), "the backbone's layers are not copied"),
+    "ensure_weight_tying": ((None, False), "adapters of the embedding and of the head are two, tied weights or not"),
     "rank_pattern": ((None, {}), "one rank for all modules is needed"),
     "alpha_pattern": ((None, {}), "one alpha for all modules is needed"),
 }

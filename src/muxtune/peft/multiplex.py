@@ -1,11 +1,11 @@
 """One BaseOp, many adapters: the shared operator runs once on the rows of all tasks, each adapter on its own slice.
 
-`hooks` turns the dispatches of a micro-batch into one hook an attach point. At a linear, the fast path is a single
-autograd node: its forward runs the frozen operator and lets each module aggregate; its backward computes the input
-gradient once and writes parameter gradients straight into the tasks' buffers. Modules that add come as a hand-written
-pair and work in place. Any other module keeps a small graph of its own between the node's forward and backward; its
-backward first turns the gradient of what it made into that of the BaseOp's output, on its rows, before the shared
-input gradient is computed. Norms and sublayers have no closed-form backward here and stay under autograd.
+`hooks` turns the dispatches of a micro-batch into one hook an attach point. At a linear, and at the token embedding
+(whose rows are ids and have no gradient), the fast path is a single autograd node: its forward runs the frozen operator
+and lets each module aggregate, in place; its backward computes the input gradient once and writes parameter gradients
+straight into the tasks' buffers. The steps are those of `muxtune.peft.base.HandWritten`; a module that does not come by
+hand is dressed as one (`muxtune.peft.traced`). Norms and sublayers have no closed-form backward here and stay under
+autograd.
 
 The twin (`plain=True`) says everything through autograd with split and concatenation.
 
@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from muxtune.peft.base import AdapterModule, AdditiveModule, BaseOp, Dispatch, LinearBase
+from muxtune.peft.base import AdapterModule, BaseOp, Dispatch, HandWritten, LinearBase
 from muxtune.peft.dropout import RowKeys
+from muxtune.peft.grouped import Rule, measured, never, runs
+from muxtune.peft.traced import Traced
 
 Hook = Callable[[BaseOp, Tensor], Tensor]
 
@@ -34,6 +37,9 @@ class _Share:
     part: int
     module: AdapterModule
     keys: RowKeys | None
+
+    def steps(self, training: bool) -> HandWritten:
+        return cast("HandWritten", self.module) if self.module.by_hand else Traced(self.module, training)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,40 +55,46 @@ class _Shares:
         return rows_TX.split_with_sizes((*self.sizes, rest))
 
 
-def hooks(dispatches: Sequence[Dispatch], *, plain: bool = False) -> dict[str, Hook]:
-    """Attach point -> hook, for the attach points that any of the adapters hooks. Dispatched rows must not overlap."""
+def hooks(dispatches: Sequence[Dispatch], *, plain: bool = False, grouping: Rule = measured) -> dict[str, Hook]:
+    """Attach point -> hook, for the attach points that any of the adapters hooks. Dispatched rows must not overlap.
+
+    `grouping` says where modules of a kind run as one (`muxtune.peft.grouped`); the plain twin knows no such thing.
+    """
     ordered = sorted(dispatches, key=lambda item: item.start)
     at_point: dict[str, list[Dispatch]] = {}
     for dispatch in ordered:
         for name in dispatch.adapter.modules:
             at_point.setdefault(name, []).append(dispatch)
-    apply = _apply_plain if plain else _apply
-    return {name: _hook(_shares(name, present), apply) for name, present in at_point.items()}
+    apply, rule = (_apply_plain, never) if plain else (_apply, grouping)
+    return {name: _hook(partial(_shares, name, present, rule), apply) for name, present in at_point.items()}
 
 
-def _shares(name: str, dispatches: Sequence[Dispatch]) -> _Shares:
+def _shares(name: str, dispatches: Sequence[Dispatch], rule: Rule) -> _Shares:
     sizes: list[int] = []
     members: list[_Share] = []
     done = 0
-    for dispatch in dispatches:
-        assert done <= dispatch.start < dispatch.stop, "dispatched rows overlap"
-        if dispatch.start > done:
-            sizes.append(dispatch.start - done)
-        sizes.append(dispatch.stop - dispatch.start)
-        members.append(_Share(len(sizes) - 1, dispatch.adapter.modules[name], dispatch.keys))
-        done = dispatch.stop
+    for run in runs(name, dispatches, rule):
+        assert done <= run.start < run.stop, "dispatched rows overlap"
+        if run.start > done:
+            sizes.append(run.start - done)
+        sizes.append(run.stop - run.start)
+        members.append(_Share(len(sizes) - 1, run.module, run.keys))
+        done = run.stop
     return _Shares(tuple(sizes), tuple(members))
 
 
-def _hook(shares: _Shares, apply: Callable[[BaseOp, Tensor, _Shares], Tensor]) -> Hook:
+def _hook(shares: Callable[[], _Shares], apply: Callable[[BaseOp, Tensor, _Shares], Tensor]) -> Hook:
+    """Nothing is shared out at an attach point that the pass does not come to (the head)."""
+    found = cache(shares)
+
     def hook(op: BaseOp, x_TI: Tensor) -> Tensor:
-        return apply(op, x_TI, shares)
+        return apply(op, x_TI, found())
 
     return hook
 
 
 def _apply(op: BaseOp, x_TI: Tensor, shares: _Shares) -> Tensor:
-    if op.kind != "linear":
+    if op.kind not in ("linear", "embedding"):
         return _apply_plain(op, x_TI, shares)
     anchor = shares.members[0].module.parameters[0]
     training = torch.is_grad_enabled()
@@ -97,18 +109,20 @@ class _Multiplexed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, anchor: Tensor, op: LinearBase, shares: _Shares, training: bool) -> Tensor:
         x_parts = shares.split(x_TI)
-        ctx.entries = {
-            share.part: _graph(
-                training, lambda x, share=share: share.module.input_rows(x, share.keys), x_parts[share.part]
-            )
-            for share in shares.members
-            if share.module.changes_input
+        steps = [share.steps(training) for share in shares.members]
+        seen = {
+            share.part: step.input_rows(x_parts[share.part], share.keys)
+            for share, step in zip(shares.members, steps, strict=True)
+            if step.changes_input
         }
-        y_TO = op.forward(_replaced(x_parts, ctx.entries) if ctx.entries else x_TI)
+        y_TO = op.forward(torch.cat([seen.get(i, part) for i, part in enumerate(x_parts)]) if seen else x_TI)
         y_parts = shares.split(y_TO)
-        ctx.saved = [_forward_share(share, x_parts, y_parts, training) for share in shares.members]
+        ctx.kept = [
+            step.forward_rows(x_parts[share.part], y_parts[share.part], share.keys)
+            for share, step in zip(shares.members, steps, strict=True)
+        ]
         ctx.save_for_backward(x_TI)
-        ctx.op, ctx.shares = op, shares
+        ctx.op, ctx.shares, ctx.steps = op, shares, steps
         return y_TO
 
     @staticmethod
@@ -116,74 +130,22 @@ class _Multiplexed(torch.autograd.Function):
         (grad_y_TO,) = grads
         (x_TI,) = ctx.saved_tensors
         shares: _Shares = ctx.shares
-        extra_tI: dict[int, Tensor] = {}
-        if any(isinstance(saved, _Graph) for saved in ctx.saved):
-            grad_y_TO = grad_y_TO.clone()
-        grad_y_parts = shares.split(grad_y_TO)
-        for share, saved in zip(shares.members, ctx.saved, strict=True):
-            if isinstance(saved, _Graph):
-                extra_tI[share.part], grad_y_tO = saved.pull(grad_y_parts[share.part], share.module.parameters)
-                grad_y_parts[share.part].copy_(grad_y_tO)
-        grad_x_TI: Tensor | None = None
-        if ctx.needs_input_grad[0] or ctx.entries:
-            grad_x_TI = ctx.op.input_gradient(grad_y_TO)
-        x_parts = shares.split(x_TI)
-        grad_x_parts = shares.split(grad_x_TI) if grad_x_TI is not None else None
-        for share, saved in zip(shares.members, ctx.saved, strict=True):
-            part = share.part
-            grad_x_tI = grad_x_parts[part] if grad_x_parts is not None else None
-            if part in ctx.entries and grad_x_tI is not None:
-                (own_tI,) = ctx.entries[part].pull(grad_x_tI, share.module.parameters)
-                grad_x_tI.copy_(own_tI)
-            if isinstance(saved, _Graph):
-                if grad_x_tI is not None:
-                    grad_x_tI += extra_tI[part]
-            else:
-                module = cast("AdditiveModule", share.module)
-                module.backward_rows(x_parts[part], saved, grad_y_parts[part], grad_x_tI, share.keys)
-        return grad_x_TI if ctx.needs_input_grad[0] else None, None, None, None, None
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A module's own piece of graph, from detached inputs to its output."""
-
-    inputs: tuple[Tensor, ...]
-    output: Tensor
-
-    def pull(self, grad: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:
-        """Add to the parameters' gradients; the gradients of the inputs."""
-        found = torch.autograd.grad(self.output, [*self.inputs, *parameters], grad, allow_unused=True)
-        for parameter, part in zip(parameters, found[len(self.inputs) :], strict=True):
-            if part is not None:
-                assert parameter.grad is not None
-                parameter.grad += part
-        return [
-            torch.zeros_like(tensor) if part is None else part for tensor, part in zip(self.inputs, found, strict=False)
+        steps: list[HandWritten] = ctx.steps
+        if any(step.rescales for step in steps):
+            grad_y_TO = grad_y_TO.clone(memory_format=torch.contiguous_format)  # others may hold this gradient too
+        x_parts, grad_y_parts = shares.split(x_TI), shares.split(grad_y_TO)
+        members = list(zip(shares.members, steps, strict=True))
+        kept = [
+            step.backward_output(x_parts[share.part], own, grad_y_parts[share.part], share.keys)
+            for (share, step), own in zip(members, ctx.kept, strict=True)
         ]
-
-
-def _graph(training: bool, function: Callable[..., Tensor], *inputs: Tensor) -> _Graph:
-    leaves = tuple(tensor.detach().requires_grad_(training) for tensor in inputs)
-    with torch.set_grad_enabled(training):
-        return _Graph(leaves, function(*leaves))
-
-
-def _forward_share(
-    share: _Share, x_parts: Sequence[Tensor], y_parts: Sequence[Tensor], training: bool
-) -> Tensor | _Graph:
-    """Aggregate one module into its output rows, in place; what its backward needs."""
-    module, x_tI, y_tO = share.module, x_parts[share.part], y_parts[share.part]
-    if module.additive:
-        return cast("AdditiveModule", module).forward_rows(x_tI, y_tO, share.keys)
-    # the graph keeps what it was computed from, and these rows are about to be written over
-    graph = _graph(training, lambda x, y: module.forward_plain(x, y, share.keys), x_tI, y_tO.clone())
-    y_tO.copy_(graph.output.detach())
-    return graph
-
-
-def _replaced(x_parts: Sequence[Tensor], entries: dict[int, _Graph]) -> Tensor:
-    return torch.cat([entries[i].output.detach() if i in entries else part for i, part in enumerate(x_parts)])
+        if not ctx.needs_input_grad[0] and not any(step.changes_input for step in steps):
+            return None, None, None, None, None
+        grad_x_TI = ctx.op.input_gradient(grad_y_TO)
+        grad_x_parts = shares.split(grad_x_TI)
+        for (share, step), own in zip(members, kept, strict=True):
+            step.backward_input(x_parts[share.part], own, grad_x_parts[share.part], share.keys)
+        return grad_x_TI if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
 def _apply_plain(op: BaseOp, x_TI: Tensor, shares: _Shares) -> Tensor:

@@ -37,19 +37,19 @@ class FlatParameters:
         *,
         columns_first: Collection[str] = (),
     ) -> None:
-        offsets: dict[str, int] = {}
+        self._columns_first = frozenset(columns_first)
+        self._offsets: dict[str, int] = {}
         total = 0
         for name, shape in shapes.items():
-            offsets[name] = total
+            self._offsets[name] = total
             size = torch.Size(shape).numel()
             total += size + -size % _ALIGNMENT
         self.values = torch.zeros(total, dtype=dtype, device=device)
         self.gradient = torch.zeros_like(self.values)
         self.views: dict[str, Tensor] = {}
         for name, shape in shapes.items():
-            start, turned = offsets[name], name in columns_first
-            leaf = _place(self.values, start, shape, turned).detach().requires_grad_()
-            leaf.grad = _place(self.gradient, start, shape, turned)
+            leaf = self._placed(self.values, name, shape).detach().requires_grad_()
+            leaf.grad = self._placed(self.gradient, name, shape)
             self.views[name] = leaf
 
     @property
@@ -61,6 +61,17 @@ class FlatParameters:
     def state_bytes(self) -> int:
         """Bytes of values, gradient and two optimizer moments."""
         return 4 * self.values.numel() * self.values.element_size()
+
+    @torch.no_grad()
+    def move(self, values: Tensor, gradient: Tensor) -> None:
+        """Go over to other buffers, whatever they hold. The leaves are the same ones; views of them are not."""
+        values.copy_(self.values)
+        gradient.copy_(self.gradient)
+        self.values, self.gradient = values, gradient
+        for name, leaf in self.views.items():
+            shape = tuple(leaf.shape)
+            leaf.data = self._placed(values, name, shape)
+            leaf.grad = self._placed(gradient, name, shape)
 
     def zero_gradient(self) -> None:
         self.gradient.zero_()
@@ -77,7 +88,7 @@ class FlatParameters:
             assert tensors[name].shape == view.shape, name
             view.copy_(tensors[name])
 
-
-def _place(buffer: Tensor, start: int, shape: tuple[int, ...], turned: bool) -> Tensor:
-    flat = buffer[start : start + torch.Size(shape).numel()]
-    return flat.view(shape[::-1]).T if turned else flat.view(shape)
+    def _placed(self, buffer: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+        start = self._offsets[name]
+        flat = buffer[start : start + torch.Size(shape).numel()]
+        return flat.view(shape[::-1]).T if name in self._columns_first else flat.view(shape)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from muxtune.errors import AdapterError
-from muxtune.peft.base import LinearBase
+from muxtune.peft.base import Kept, LinearBase
 from muxtune.peft.dropout import RowKeys
 from muxtune.peft.lora import LoraModule, LowRankAdapter, low_rank_parameters, pair_of
 
@@ -43,24 +43,26 @@ class PissaModule(LoraModule):
         dropout: float,
     ) -> None:
         super().__init__(attach_point, lora_a_RI, lora_b_OR, scale, dropout)
-        self._start_a_RI, self._start_b_OR = start_a_RI, start_b_OR
+        self._start_a_IR, self._start_b_RO = start_a_RI.T[None], start_b_OR.T[None]
 
-    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
-        """See `AdditiveModule`: LoRA's, less what the pair began as."""
-        down_tR = torch.mm(self._inputs(x_tI, keys), self._a_IR)
+    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Kept:
+        """See `HandWritten`: LoRA's, less what the pair began as."""
+        down_1tR = self._pair.down(self._inputs(x_tI, keys))
         # Two products of the same shapes and then their difference: at the start that is zero to the bit.
-        delta_tO = torch.mm(down_tR, self._b_RO)
+        delta_tO = torch.bmm(down_1tR, self._pair.b_KRO)[0]
         delta_tO -= self._start(x_tI)
         y_tO.add_(delta_tO.mul_(self._scale))
-        return down_tR
+        return (down_1tR,)
 
-    def backward_rows(
-        self, x_tI: Tensor, saved: Tensor, grad_y_tO: Tensor, grad_x_tI: Tensor | None, keys: RowKeys | None
-    ) -> None:
-        super().backward_rows(x_tI, saved, grad_y_tO, grad_x_tI, keys)
-        if grad_x_tI is not None:
-            grad_down_tR = torch.mm(grad_y_tO.to(self._dtype), self._start_b_OR)
-            grad_x_tI -= torch.mm(grad_down_tR, self._start_a_RI).mul_(self._scale)
+    def backward_output(self, x_tI: Tensor, kept: Kept, grad_y_tO: Tensor, keys: RowKeys | None) -> Kept:
+        grad_y_tO = grad_y_tO.to(self._dtype)
+        return (*super().backward_output(x_tI, kept, grad_y_tO, keys), grad_y_tO)
+
+    def backward_input(self, x_tI: Tensor, kept: Kept, grad_x_tI: Tensor, keys: RowKeys | None) -> None:
+        *own, grad_y_tO = kept
+        super().backward_input(x_tI, tuple(own), grad_x_tI, keys)
+        grad_down_1tR = torch.bmm(grad_y_tO[None], self._start_b_RO.mT)
+        grad_x_tI -= torch.bmm(grad_down_1tR, self._start_a_IR.mT)[0].mul_(self._scale)
 
     def forward_plain(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
         delta_tO = self._delta(self._inputs(x_tI, keys)) - self._scale * self._start(x_tI)
@@ -68,7 +70,7 @@ class PissaModule(LoraModule):
 
     def _start(self, x_tI: Tensor) -> Tensor:
         """B0 A0 x."""
-        return torch.mm(torch.mm(x_tI.to(self._dtype), self._start_a_RI.T), self._start_b_OR.T)
+        return torch.bmm(torch.bmm(x_tI.to(self._dtype)[None], self._start_a_IR), self._start_b_RO)[0]
 
 
 class PissaAdapter(LowRankAdapter):

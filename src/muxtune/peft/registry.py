@@ -36,7 +36,9 @@ from muxtune.spec.peft import (
     PrefixTuning,
     PromptTuning,
     Shira,
+    type_name,
 )
+from muxtune.spec.peft.targets import refuse_ends
 
 
 class PeftType(Protocol):
@@ -101,7 +103,12 @@ READERS: Mapping[str, PeftType] = {  # by the peft_type of adapter_config.json
 def build_adapter(
     spec: PeftBase, view: BackboneView, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
-    """A fresh adapter of any type. `dtype` is the backbone's; parameters are never below float32."""
+    """A fresh adapter of any type. `dtype` is the backbone's; parameters are never below float32.
+
+    Raises AdapterError as `PeftType.build`, and where the spec names the embedding or the head and its type has no
+    place there.
+    """
+    refuse_ends(spec, view.places)
     precise = torch.promote_types(dtype, torch.float32)
     return TYPES[type(spec)].build(spec, view, seed=seed, dtype=precise, device=device)
 
@@ -130,7 +137,8 @@ def changes(stored: StoredAdapter, view: BackboneView) -> Changes:
     kind = TYPES[type(stored.spec)]
     if not isinstance(kind, MergeableType):
         raise AdapterError(
-            f"a {stored.spec.type} adapter cannot be merged: it is more than other values of the base model's weights",
+            f"a {type_name(stored.spec)} adapter cannot be merged: it is more than other values of the base model's "
+            "weights",
             hint="use it beside the base model: --format peft",
         )
     return kind.changes(stored, view)

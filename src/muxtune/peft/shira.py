@@ -31,7 +31,7 @@ from torch import Tensor
 from muxtune.data.manifest import JsonValue
 from muxtune.errors import AdapterError, ConfigError
 from muxtune.peft.adapter_config import Neutral, check_keys, clip, read_flag, targeted
-from muxtune.peft.base import Adapter, BackboneView, LinearBase, PlainModule
+from muxtune.peft.base import Adapter, BackboneView, Kept, LinearBase, PlainModule
 from muxtune.peft.convert import PREFIX, PeftPayload, exported, target_modules
 from muxtune.peft.dropout import RowKeys
 from muxtune.peft.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, read_tensors
@@ -50,7 +50,7 @@ _HARMLESS = ("r", "mask_type", "random_seed", "fan_in_fan_out")
 class ShiraModule(PlainModule):
     """The trained places of one weight."""
 
-    additive = True
+    by_hand = True
 
     def __init__(self, weight_P: Tensor, places_2P: Tensor, shape_OI: tuple[int, int]) -> None:
         assert weight_P.grad is not None
@@ -60,25 +60,26 @@ class ShiraModule(PlainModule):
         self._shape_OI = shape_OI
         self._dtype = weight_P.dtype
 
-    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
+    def forward_rows(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Kept:
         """y += S x; the backward needs the rows alone."""
         delta_Ot = torch.sparse.mm(self._sparse_OI(), x_tI.to(self._dtype).T.contiguous())
         if y_tO.dtype == self._dtype:
             y_tO += delta_Ot.T
         else:
             y_tO.copy_(y_tO + delta_Ot.T)
-        return self._weight_P
+        return ()
 
-    def backward_rows(
-        self, x_tI: Tensor, saved: Tensor, grad_y_tO: Tensor, grad_x_tI: Tensor | None, keys: RowKeys | None
-    ) -> None:
-        """See the head of this file."""
+    def backward_output(self, x_tI: Tensor, kept: Kept, grad_y_tO: Tensor, keys: RowKeys | None) -> Kept:
+        """See the head of this file. The rows' gradient waits for the BaseOp's."""
         grad_y_tO = grad_y_tO.to(self._dtype)
         rows_P, columns_P = self._places_2P
         self._grad_P += torch.mm(grad_y_tO.T, x_tI.to(self._dtype))[rows_P, columns_P]
-        if grad_x_tI is not None:
-            own_It = torch.sparse.mm(self._sparse_OI().t(), grad_y_tO.T.contiguous())
-            grad_x_tI += own_It.T.to(grad_x_tI.dtype)
+        return (grad_y_tO,)
+
+    def backward_input(self, x_tI: Tensor, kept: Kept, grad_x_tI: Tensor, keys: RowKeys | None) -> None:
+        (grad_y_tO,) = kept
+        own_It = torch.sparse.mm(self._sparse_OI().t(), grad_y_tO.T.contiguous())
+        grad_x_tI += own_It.T.to(grad_x_tI.dtype)
 
     def forward_plain(self, x_tI: Tensor, y_tO: Tensor, keys: RowKeys | None) -> Tensor:
         """With S as a dense matrix, which autograd then differentiates."""

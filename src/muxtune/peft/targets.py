@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 from muxtune.errors import AdapterError
-from muxtune.peft.base import BackboneView, LinearBase, NormBase
+from muxtune.peft.base import BackboneView, BaseOp, LinearBase, NormBase
 
 Op = TypeVar("Op")
 
@@ -19,6 +19,18 @@ def linears(view: BackboneView) -> dict[str, LinearBase]:
 def norms(view: BackboneView) -> dict[str, NormBase]:
     """The norms among a backbone's attach points."""
     return {name: cast("NormBase", op) for name, op in view.ops.items() if op.kind == "norm"}
+
+
+def select_any(targets: str | Sequence[str], view: BackboneView) -> list[BaseOp]:
+    """The linears, and where they are named the token embedding and the head, in the backbone's order.
+
+    Raises AdapterError as `select` does.
+    """
+    ops: dict[str, BaseOp] = dict(linears(view))
+    if not isinstance(targets, str):
+        before = {name: op for name, op in view.ends.items() if op.kind == "embedding"}
+        ops = {**before, **ops, **view.ends}  # a key keeps the place it had first
+    return list(select(targets, ops).values())
 
 
 def select(targets: str | Sequence[str], ops: Mapping[str, Op], *, what: str = "linear layer") -> dict[str, Op]:

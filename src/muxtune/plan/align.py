@@ -6,8 +6,8 @@ which is packed like a whole sequence. To train, a cut sequence takes several pa
 earlier pieces go forward, then its tail trains, then the earlier pieces train from the last to the first. Two tails
 never share a chunk, so that the keys and values of one cut sequence are all that a task holds.
 
-A *group* stays together: where it fits, it is in one chunk. The loss of a group that does not fit is not known before
-all of it has gone forward, so `score` goes through the whole group first.
+A *group* (in dpo, the two sequences of a pair) stays together, and is not cut: one longer than the budget makes a chunk
+by itself.
 
 The split depends on the task's lengths and budget alone - co-runners decide when a chunk runs, never what is in it
 (design contract 1). Cost: n log n for the order, and n times the number of chunks.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-StepKind = Literal["carry", "score", "train"]
+StepKind = Literal["carry", "train"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The pieces of one pass, which trains them - or is only to come before: "carry" leaves keys and values behind,
-    "score" log-probabilities as well. Where nothing is to train, "train" is whatever is to be done."""
+    """The pieces of one pass, which trains them - or, to "carry", only leaves their keys and values behind. Where
+    nothing is to train, "train" is whatever is to be done."""
 
     kind: StepKind
     pieces: tuple[Piece, ...]
@@ -77,7 +77,7 @@ def align(lengths: Sequence[int], budget: int, *, group: int = 1, forward: bool 
 
     Args:
         lengths: rows of each sequence, all of which count; `group` neighbours form a group.
-        budget: rows of a chunk, at least 1.
+        budget: rows of a chunk, at least 1; a group of several may be larger.
         forward: whether nothing is to train: every piece then runs once, from the first on.
     """
     assert budget > 0 and len(lengths) % group == 0, (budget, len(lengths), group)
@@ -93,18 +93,14 @@ def align(lengths: Sequence[int], budget: int, *, group: int = 1, forward: bool 
 
 
 def _unit(places: Sequence[int], lengths: Sequence[int], budget: int, forward: bool) -> _Unit:
-    cut = [_cut(place, lengths[place], budget) for place in places]
-    if sum(lengths[place] for place in places) <= budget:
-        return _Unit(tuple(piece for pieces in cut for piece in pieces))
-    if forward:
-        onwards = [Chunk("train", (piece,)) for pieces in cut for piece in pieces]
-        return _Unit(onwards[-1].pieces, tuple(onwards[:-1]))
-    backwards = [Chunk("train", (piece,)) for pieces in cut for piece in reversed(pieces)]
     if len(places) > 1:
-        before = tuple(Chunk("score", (piece,)) for pieces in cut for piece in pieces)
-    else:
-        before = tuple(Chunk("carry", (piece,)) for piece in cut[0][:-1])
-    return _Unit(backwards[0].pieces, before, tuple(backwards[1:]))
+        return _Unit(tuple(Piece(place, 0, lengths[place]) for place in places))
+    pieces = _cut(places[0], lengths[places[0]], budget)
+    others = pieces[:-1]
+    if forward:
+        return _Unit((pieces[-1],), tuple(Chunk("train", (piece,)) for piece in others))
+    before = tuple(Chunk("carry", (piece,)) for piece in others)
+    return _Unit((pieces[-1],), before, tuple(Chunk("train", (piece,)) for piece in reversed(others)))
 
 
 def _cut(place: int, length: int, budget: int) -> list[Piece]:

@@ -2,18 +2,19 @@
 
 A micro-batch trains, or goes forward only (eval, reference), or decodes; it names a task at most once. A train item has
 a task and a denominator, the same in all of a task's items. An optimizer step has a gradient to apply and comes once,
-after the task's last train item. The pieces of a cut sequence come in the one order in which each finds the keys and
-values that it sees, and then the gradients that it is owed. Whether tasks and sequences exist is for whoever holds them
-to say.
+after the task's last train item; a rate of its own is a number from 0 up. A dpo item holds whole pairs. The pieces of a
+cut sequence come in the one order in which each finds the keys and values that it sees, and then the gradients that it
+is owed. Whether tasks and sequences exist is for whoever holds them to say.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from muxtune.errors import StateError
-from muxtune.plan.types import MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem
+from muxtune.plan.types import LossSpec, MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem
 
 _PASS_OF = {
     "train": "train",
@@ -26,13 +27,14 @@ _PASS_OF = {
 
 def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> None:
     """Raises StateError for the first rule broken. `pending`: tasks that have a gradient from earlier schedules."""
-    denominators: dict[str, int] = {}
+    losses: dict[str, LossSpec] = {}
     with_gradient, stepped = set(pending), set[str]()
     cuts = _Cuts({})
     for action in schedule.actions:
         if isinstance(action, OptimStep):
             _require(action.task in with_gradient, "has no gradient to apply", action.task)
             cuts.require_done(action.task)
+            _require(_is_rate(action.lr), f"a learning rate of {action.lr} cannot be applied", action.task)
             with_gradient.remove(action.task)
             stepped.add(action.task)
             continue
@@ -40,10 +42,10 @@ def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> Non
         for item in action.items:
             cuts.run(item)
             if item.kind == "train":
-                task, denominator = _trained(item)
+                task, loss = _trained(item)
                 _require(task not in stepped, "trains again after its optimizer step", task)
-                agreed = denominators.setdefault(task, denominator)
-                _require(denominator == agreed, "has two denominators for one optimizer step", task)
+                agreed = losses.setdefault(task, loss)
+                _require(loss == agreed, "has two losses or denominators for one optimizer step", task)
                 with_gradient.add(task)
     cuts.require_done()
 
@@ -56,18 +58,31 @@ def _require_one_pass(batch: MicroBatch) -> None:
     for item in batch.items:
         _require(bool(item.sequences), "an item has no sequences", item.source)
         _require(all(ref.length > 0 for ref in item.sequences), "a sequence has no tokens", item.source)
+        if item.loss is not None and item.loss.kind == "dpo":
+            _require(item.kind in ("train", "eval") and item.loss.beta > 0, "dpo without a beta", item.source)
+            _require(_whole_pairs(item), "dpo goes by whole pairs, the chosen one first", item.source)
     if passes == {"decode"}:
         slots = [ref.index for item in batch.items for ref in item.sequences]
         _require(len({item.source for item in batch.items}) == 1, "a decode micro-batch has one source")
         _require(len(slots) == len(set(slots)), "a decode micro-batch names a sequence twice")
 
 
-def _trained(item: WorkItem) -> tuple[str, int]:
+def _is_rate(lr: float | None) -> bool:
+    return lr is None or (math.isfinite(lr) and lr >= 0)
+
+
+def _whole_pairs(item: WorkItem) -> bool:
+    places = [ref.index for ref in item.sequences]
+    chosen, rejected = places[::2], places[1::2]
+    return all(place % 2 == 0 for place in chosen) and [place + 1 for place in chosen] == rejected
+
+
+def _trained(item: WorkItem) -> tuple[str, LossSpec]:
     if item.task is None:
         raise StateError("the bare backbone cannot train", where=item.source)
     if item.loss is None or item.loss.denominator < 1:
         raise StateError("a train item needs a denominator of at least 1", where=item.task)
-    return item.task, item.loss.denominator
+    return item.task, item.loss
 
 
 def _require(legal: bool, message: str, where: str | None = None) -> None:

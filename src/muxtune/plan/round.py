@@ -14,7 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from muxtune.plan.types import Action, LossSpec, MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem, WorkKind
+from muxtune.plan.types import (
+    Action,
+    LossKind,
+    LossSpec,
+    MicroBatch,
+    OptimStep,
+    RoundSchedule,
+    SequenceRef,
+    WorkItem,
+    WorkKind,
+)
 
 Policy = Literal["sequential", "fuse-all", "padded"]
 
@@ -23,8 +33,8 @@ Policy = Literal["sequential", "fuse-all", "padded"]
 class Participant:
     """What one task brings to a round: its chunks, in order, of sequences of `source`.
 
-    `virtual_rows` are those that its adapter puts before each sequence. The chunks `carried` go forward only, whatever
-    the round is.
+    `denominator`, `loss` and `beta` are what `LossSpec` says of them; `virtual_rows` are those that its adapter puts
+    before each sequence. The chunks `carried` go forward only, whatever the round is.
     """
 
     task: str | None
@@ -32,6 +42,8 @@ class Participant:
     chunks: tuple[tuple[SequenceRef, ...], ...]
     denominator: int = 1
     virtual_rows: int = 0
+    loss: LossKind = "sft"
+    beta: float = 0.0
     carried: frozenset[int] = frozenset()
 
     @property
@@ -102,6 +114,7 @@ def _padded_rows(members: Sequence[Participant]) -> int:
 
 def _item(member: Participant, chunk: int, kind: WorkKind) -> WorkItem:
     if chunk in member.carried:
-        kind = "carry"
-    loss = LossSpec(member.denominator) if kind == "train" else None
+        return WorkItem(member.task, "carry", member.source, member.chunks[chunk])
+    compares = kind == "train" or (kind == "eval" and member.loss == "dpo")
+    loss = LossSpec(member.denominator, member.loss, member.beta) if compares else None
     return WorkItem(member.task, kind, member.source, member.chunks[chunk], loss)

@@ -2,8 +2,9 @@
 
 A `RoundSchedule` is one round - at most one optimizer step of each participant - as a list of actions in launch order.
 It holds names, indices and integers only: frozen, serialisable, printable without a device. Sequences are named by
-(source, index); the engine resolves them in the sources registered with it. The executor does exactly what the
-schedule says and answers with a `RoundRecord` in the same vocabulary.
+(source, index); the engine resolves them in the sources registered with it, and so it does the reference values that
+dpo compares with. The executor does exactly what the schedule says and answers with a `RoundRecord` in the same
+vocabulary.
 
 A sequence may be cut into pieces, each in a pass of its own. To train, its pieces first go forward from the first on
 ("carry": keys and values stay behind, nothing else; the last piece need not), and then train from the last to the
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 WorkKind = Literal["train", "carry", "eval", "reference", "decode"]
+LossKind = Literal["sft", "dpo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,19 @@ class SequenceRef:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """`denominator`: trained tokens of the task's whole optimizer batch, all micro-batches (design contract 2)."""
+    """What an item's loss is: a sum over `denominator`, which is that of the task's whole optimizer batch, all
+    micro-batches (design contract 2).
+
+        sft     of -log p over trained tokens; the denominator counts them
+        dpo     of -log sigmoid(m) over pairs; the denominator counts these
+                m = beta ((log p - log q)(chosen) - (log p - log q)(rejected)), q the bare backbone
+
+    A dpo item's sequences are whole pairs: an even index of the source, the chosen response, then the next one.
+    """
 
     denominator: int
+    kind: LossKind = "sft"
+    beta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +106,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
-    """Clip, check and apply the accumulated gradient of one task."""
+    """Clip, check and apply the accumulated gradient of one task, at rate `lr` or, None, at its own schedule's."""
 
     task: str
+    lr: float | None = None
 
 
 Action = MicroBatch | OptimStep
@@ -109,10 +122,23 @@ class RoundSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemOutcome:
-    """What a train, eval or reference item came to: sums over its trained tokens.
+class PairSums:
+    """What the pairs of an item came to: how many, and the sums of their rewards, beta (log p - log q)."""
 
-    `logprobs` (one per trained token, in order) is kept for reference items only.
+    pairs: int = 0
+    chosen: float = 0.0
+    rejected: float = 0.0
+
+    def __add__(self, other: PairSums) -> PairSums:
+        return PairSums(self.pairs + other.pairs, self.chosen + other.chosen, self.rejected + other.rejected)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemOutcome:
+    """What a train, eval or reference item came to: sums over its trained tokens - or over its pairs, of a dpo item.
+
+    `correct` counts tokens that were the argmax, or pairs whose margin is positive. `logprobs` (one per trained token,
+    in order) is kept for reference items only.
     """
 
     task: str | None
@@ -122,6 +148,12 @@ class ItemOutcome:
     correct: int
     input_tokens: int
     logprobs: tuple[float, ...] | None = None
+    pairs: PairSums | None = None  # of a dpo item
+
+    @property
+    def terms(self) -> int:
+        """How many terms `loss_sum` and `correct` are sums of: trained tokens, or pairs."""
+        return self.tokens if self.pairs is None else self.pairs.pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +169,7 @@ class StepOutcome:
     grad_norm: float
     lr: float
     error: str | None = None
+    pairs: PairSums | None = None  # of a dpo task's whole batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +186,10 @@ class ActionRecord:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """What ran, action by action, in the order of the schedule."""
+    """What ran, action by action, in the order of the schedule.
+
+    One that ends before its schedule does is that of a round whose next action raised.
+    """
 
     schedule: RoundSchedule
     actions: tuple[ActionRecord, ...]
@@ -168,3 +204,24 @@ class RoundRecord:
     def tokens(self) -> int:
         """Tokens that it ran; the other rows are padding, or learned ones. Pieces that are carried run twice."""
         return sum(action.tokens for action in self.schedule.actions if isinstance(action, MicroBatch))
+
+    @property
+    def raised(self) -> Action | None:
+        """The action that raised."""
+        ran = len(self.actions)
+        return self.schedule.actions[ran] if ran < len(self.schedule.actions) else None
+
+    @property
+    def done(self) -> frozenset[str | None]:
+        """The tasks all of whose actions ran."""
+        ran = len(self.actions)
+        before, after = (
+            {task for action in part for task in tasks_of(action)}
+            for part in (self.schedule.actions[:ran], self.schedule.actions[ran:])
+        )
+        return frozenset(before - after)
+
+
+def tasks_of(action: Action) -> tuple[str | None, ...]:
+    """The tasks that take part in an action."""
+    return (action.task,) if isinstance(action, OptimStep) else tuple(item.task for item in action.items)

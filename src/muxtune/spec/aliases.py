@@ -1,8 +1,9 @@
 """Keys as other tools write them, and the one key of ours that each means.
 
 The tables below are the documentation: (key, ours, whose word). An alias is renamed, some with their value turned
-(`train_on_inputs: true` is `train_on: all`), and its origin says so. One key given under two names is an error, even
-with equal values: which one was meant can't be known.
+(`train_on_inputs: true` is `train_on: all`), and its origin says so. An alias with a dot is a key inside a mapping that
+means nothing else here (`tokenizer: {max_seq_len: 512}`). One key given under two names is an error, even with equal
+values: which one was meant can't be known.
 
 Known keys that cannot mean anything here are in REFUSED with the reason; every other unknown key is refused, naming
 the nearest.
@@ -23,7 +24,7 @@ from muxtune.spec.tree import Leaf, Node, Path, Table, is_null, nested, noted, v
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    name: str
+    name: str  # dotted where it lies in a mapping
     ours: str  # dotted
     tools: str
     turn: Callable[[Leaf], str | None] | None = None  # the value's text under our key; None: our default
@@ -39,16 +40,23 @@ def _fraction(leaf: Leaf) -> str | None:
     return leaf.text
 
 
+def _method(leaf: Leaf) -> str | None:
+    return "sft" if leaf.text == "supervised" else leaf.text
+
+
 RUN_ALIASES = (
     Alias("model_name_or_path", "base_model", "HF, LLaMA-Factory"),
     Alias("model", "base_model", "ms-swift, Unsloth, OpenAI"),
+    Alias("checkpointer.checkpoint_dir", "base_model", "torchtune"),
 )
 
 JOB_ALIASES = (
+    Alias("method.type", "method", "OpenAI", _method),
     Alias("adapter", "peft.type", "Axolotl"),
     Alias("finetuning_type", "peft.type", "LLaMA-Factory"),
     Alias("tuner_type", "peft.type", "ms-swift"),
     Alias("train_type", "peft.type", "ms-swift"),
+    Alias("training_type", "peft.type", "Unsloth"),
     Alias("peft_type", "peft.type", "PEFT"),
     Alias("r", "peft.r", "PEFT, mLoRA"),
     Alias("lora_r", "peft.r", "Axolotl, Unsloth"),
@@ -61,6 +69,20 @@ JOB_ALIASES = (
     Alias("lora_target", "peft.target_modules", "LLaMA-Factory"),
     Alias("lora_target_modules", "peft.target_modules", "Axolotl"),
     Alias("lora_target_linear", "peft.target_modules", "Axolotl", _by_flag("all-linear", None)),
+    Alias("use_dora", "peft.use_dora", "PEFT, LLaMA-Factory, ms-swift"),
+    Alias("peft_use_dora", "peft.use_dora", "Axolotl"),
+    Alias("use_rslora", "peft.use_rslora", "PEFT, LLaMA-Factory, ms-swift"),
+    Alias("peft_use_rslora", "peft.use_rslora", "Axolotl"),
+    Alias("init_lora_weights", "peft.init_lora_weights", "PEFT"),
+    Alias("peft_init_lora_weights", "peft.init_lora_weights", "Axolotl"),
+    Alias("pissa_init", "peft.init_lora_weights", "LLaMA-Factory", _by_flag("pissa", None)),
+    Alias("feedforward_modules", "peft.feedforward_modules", "PEFT"),
+    Alias("num_virtual_tokens", "peft.num_virtual_tokens", "PEFT"),
+    Alias("prefix_length", "peft.num_virtual_tokens", "adapters"),
+    Alias("prompt_length", "peft.num_virtual_tokens", "adapters"),
+    Alias("reduction_factor", "peft.reduction_factor", "adapters"),
+    Alias("bottleneck_size", "peft.bottleneck_size", "LLM-Adapters"),
+    Alias("non_linearity", "peft.non_linearity", "adapters, LLM-Adapters"),
     Alias("training_file", "datasets", "OpenAI"),
     Alias("validation_file", "validation.path", "OpenAI"),
     Alias("val_size", "val_set_size", "LLaMA-Factory"),
@@ -76,7 +98,9 @@ JOB_ALIASES = (
     Alias("cutoff_len", "max_length", "LLaMA-Factory, mLoRA"),
     Alias("max_seq_length", "max_length", "Unsloth"),
     Alias("max_seq_len", "max_length", "torchtune"),
+    Alias("tokenizer.max_seq_len", "max_length", "torchtune"),
     Alias("lr", "learning_rate", "mLoRA"),
+    Alias("optimizer.lr", "learning_rate", "torchtune"),
     Alias("lr_scheduler", "lr_scheduler_type", "Axolotl, torchtune"),
     Alias("warmup_ratio", "warmup_steps", "HF, LLaMA-Factory, ms-swift", _fraction),
     Alias("optim", "optimizer", "HF"),
@@ -100,6 +124,8 @@ PEFT_ALIASES = (
     Alias("lora_target", "target_modules", "LLaMA-Factory"),
     Alias("lora_target_modules", "target_modules", "Axolotl"),
     Alias("lora_target_linear", "target_modules", "Axolotl", _by_flag("all-linear", None)),
+    Alias("prefix_length", "num_virtual_tokens", "adapters"),
+    Alias("prompt_length", "num_virtual_tokens", "adapters"),
 )
 
 # Rows are always packed and packing changes no result, so `true` is how things are and `false` cannot be had.
@@ -108,6 +134,9 @@ PACKING = ("sample_packing", "packing", "neat_packing", "packed", "padding_free"
 REFUSED: Mapping[str, tuple[str, str]] = {
     "base_model": ("one backbone a run: all jobs share the frozen model", "base_model belongs to the top of the file"),
     "output_dir": ("a job's output is always the run's output_dir/NAME", "output_dir belongs to the top of the file"),
+    "learning_rate_multiplier": ("a rate is given as it is", "learning_rate; left out, it is the PEFT type's own"),
+    "lora_attn_modules": ("modules are named as the base model names them", "target_modules: [q_proj, v_proj]"),
+    "apply_lora_to_mlp": ("modules are named as the base model names them", "target_modules: [up_proj, down_proj]"),
     "resume_from_checkpoint": ("resuming is not a matter of the config", "muxtune train CONFIG --resume"),
     "saves_per_epoch": ("saving is counted in steps, or left to every epoch", "save_steps"),
     "eval_split": ("a split has no name in a local file", "validation: a file, or val_set_size: a fraction"),
@@ -122,14 +151,17 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 _SHORTHAND = {"peft": "type", "validation": "path"}
 _JOB_KEYS = (*JobSpec.model_fields, "matrix")
 _JOB_ALIAS_NAMES = tuple(alias.name for alias in JOB_ALIASES)
+_JOB_ALIAS_HEADS = frozenset(name.split(".")[0] for name in _JOB_ALIAS_NAMES)
+_RUN_ALIAS_HEADS = frozenset(alias.name.split(".")[0] for alias in RUN_ALIASES)
 
 
 def canonical_run(table: Table) -> Table:
-    return _renamed(table, RUN_ALIASES, "")
+    return _renamed(_lifted(table, RUN_ALIASES), RUN_ALIASES, "")
 
 
 def canonical_job(table: Table, at: str) -> Table:
     """A job's keys, or some of them, under our names; `at` says in errors whose they are (`jobs.sql`)."""
+    table = _lifted(table, JOB_ALIASES)
     for key, node in table.entries.items():
         _check_key(key, node, at)
     table = _spelled_out(_without_packing(table, at))
@@ -145,8 +177,14 @@ def job_key_names() -> tuple[str, ...]:
     return (*_JOB_KEYS, *_JOB_ALIAS_NAMES)
 
 
+def is_run_alias(key: str) -> bool:
+    """Whether a top-level key is an alias of a run's key, or the mapping that holds one."""
+    return key in _RUN_ALIAS_HEADS
+
+
 def is_job_key(key: str) -> bool:
-    return key in _JOB_KEYS or key in _JOB_ALIAS_NAMES or key in PACKING
+    """Whether canonical_job knows the key; of a mapping that may hold an alias, it judges what is inside."""
+    return key in _JOB_KEYS or key in _JOB_ALIAS_HEADS or key in PACKING
 
 
 def is_refused_key(key: str) -> bool:
@@ -159,8 +197,22 @@ def _check_key(key: str, node: Node, at: str) -> None:
     if ours in REFUSED:
         reason, hint = REFUSED[ours]
         raise ConfigError(reason, where=node.origin.at(at, key), hint=hint)
-    if not is_job_key(key):
+    if key not in _JOB_KEYS and key not in _JOB_ALIAS_NAMES and key not in PACKING:
         raise unknown_key(key, _JOB_KEYS, also=_JOB_ALIAS_NAMES, where=node.origin.at(at))
+
+
+def _lifted(table: Table, aliases: Sequence[Alias]) -> Table:
+    """With every alias that lies in a mapping taken out of it, under its dotted name."""
+    entries = dict(table.entries)
+    for alias in aliases:
+        head, _, tail = alias.name.partition(".")
+        holder = entries.get(head)
+        if tail and isinstance(holder, Table) and tail in holder.entries:
+            entries[alias.name] = holder.entries[tail]
+            entries[head] = holder.without(tail)
+            if len(holder.entries) == 1:
+                del entries[head]
+    return replace(table, entries=entries)
 
 
 def _spelled_out(table: Table) -> Table:

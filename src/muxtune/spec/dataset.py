@@ -15,7 +15,9 @@ from muxtune.spec.border import Spec
 from muxtune.spec.scalars import Integer, Number, PathText, choice
 
 _SHAPE_ALIASES = {"chat_template": "messages", "openai": "messages", "input_output": "prompt_completion"}
-_read_shape_name = choice("messages", "prompt_completion", "alpaca", "sharegpt", "text", aliases=_SHAPE_ALIASES)
+_read_shape_name = choice(
+    "messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference", aliases=_SHAPE_ALIASES
+)
 
 
 def _read_shape(value: object) -> str:
@@ -28,7 +30,7 @@ def _read_shape(value: object) -> str:
 
 
 DatasetType = Annotated[
-    Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text"], BeforeValidator(_read_shape)
+    Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text", "preference"], BeforeValidator(_read_shape)
 ]
 
 

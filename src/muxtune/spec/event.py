@@ -12,8 +12,21 @@ EventKind = Literal[
 
 
 @dataclass(frozen=True, slots=True)
+class Rewards:
+    """Of dpo: beta times how much likelier than the backbone the task's model holds a response, on average of pairs."""
+
+    chosen: float
+    rejected: float
+
+    @property
+    def margin(self) -> float:
+        return self.chosen - self.rejected
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step of one task. `loss` is the mean over the step's `tokens` trained tokens."""
+    """One optimizer step of one task. `loss` is the mean over the step's `tokens` trained tokens; in dpo, over its
+    pairs, and `accuracy` is the share of pairs whose margin is positive."""
 
     task: str
     step: int  # 1-based: the number of optimizer steps done, this one included
@@ -25,6 +38,7 @@ class StepResult:
     accuracy: float  # of next-token argmax over trained tokens
     epoch: float
     time_s: float  # wall time of the round that held the step
+    rewards: Rewards | None = None  # of dpo
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,7 @@ class EvalResult:
     loss: float
     accuracy: float
     tokens: int
+    rewards: Rewards | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from muxtune.spec.scalars import Flag, Integer, Number, PathText, choice, clip, 
 
 _ADAMW_ALIASES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"}
 
-Method = Annotated[Literal["sft"], BeforeValidator(choice("sft", later=("dpo",)))]
+Method = Annotated[Literal["sft", "dpo"], BeforeValidator(choice("sft", "dpo"))]
+DEFAULT_BETA = 0.1
 TrainOn = Annotated[
     Literal["assistant", "last_assistant", "completion", "all"],
     BeforeValidator(choice("assistant", "last_assistant", "completion", "all")),
@@ -68,6 +69,10 @@ def _default_learning_rate(validated: dict[str, Any]) -> float:
     return peft.default_learning_rate
 
 
+def _default_beta(validated: dict[str, Any]) -> float | None:
+    return DEFAULT_BETA if validated["method"] == "dpo" else None
+
+
 class JobSpec(Spec):
     name: Annotated[str, BeforeValidator(read_name)]
     method: Method = "sft"
@@ -101,13 +106,12 @@ class JobSpec(Spec):
     logging_steps: Count = 10  # steps between lines of progress where no live table is shown
     adapter_path: PathText | None = None  # a PEFT folder to start from
     sample_prompts: Annotated[tuple[str, ...], BeforeValidator(read_list)] = ()
-    beta: Number | None = None  # of dpo
+    beta: Annotated[Number, Field(gt=0)] | None = Field(default_factory=_default_beta)  # of dpo; None for sft
     report_to: Annotated[Literal["none"], BeforeValidator(_read_report_to)] = "none"
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
-        if self.beta is not None:
-            raise ConfigError("belongs to method dpo, which is not supported yet", where="beta", hint="leave it out")
+        self._method_agrees()
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ConfigError(
                 "a constant schedule has no warmup",
@@ -123,9 +127,32 @@ class JobSpec(Spec):
             raise ConfigError("nothing is held out to evaluate", where="eval_steps", hint="add validation")
         return self
 
+    def _method_agrees(self) -> None:
+        """What `method` means for other keys; what the data are is found out when they are read."""
+        pairs = self.method == "dpo"
+        if pairs != (self.beta is not None):
+            raise ConfigError(
+                "dpo needs a beta" if pairs else "belongs to method dpo",
+                where="beta",
+                hint=f"the default is {DEFAULT_BETA}" if pairs else "leave it out, or say method: dpo",
+            )
+        for data in (*self.datasets, *((self.validation,) if self.validation else ())):
+            if data.type is not None and (data.type == "preference") != pairs:
+                hint = "its data are of type preference" if pairs else "data of type preference need method: dpo"
+                raise ConfigError(f"{data.type} data do not go with method {self.method}", where="method", hint=hint)
+        if pairs and self.train_on in ("all", "last_assistant"):
+            raise ConfigError("dpo trains on the two responses, nothing else", where="train_on", hint="leave it out")
+        if pairs and self.overlong == "split":
+            raise ConfigError("a preference pair cannot be split", where="overlong", hint="truncate, drop or fail")
+
+    @property
+    def group_size(self) -> int:
+        """Sequences that stay together in a batch: the two of a pair in dpo."""
+        return 2 if self.method == "dpo" else 1
+
     @property
     def effective_batch(self) -> int:
-        """Examples of one optimizer step. How it is split into micro-batches is the planner's affair."""
+        """Examples (in dpo: pairs) of one optimizer step. Their split into micro-batches is the planner's affair."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from muxtune.errors import ConfigError
-from muxtune.spec.aliases import RUN_ALIASES, canonical_run
+from muxtune.spec.aliases import canonical_run, is_run_alias
 from muxtune.spec.border import Spec
 from muxtune.spec.drafts import RUN_KEYS, Draft, read_drafts
 from muxtune.spec.expand import expanded
@@ -25,6 +25,7 @@ from muxtune.spec.matrix import read_matrix
 from muxtune.spec.merge import merge, without_nulls
 from muxtune.spec.overrides import Override, read_overrides
 from muxtune.spec.paths import with_data_paths
+from muxtune.spec.peft import short_setting
 from muxtune.spec.run import RunSpec
 from muxtune.spec.tree import Leaf, Origin, Table, origin_at, plain, way_to
 from muxtune.spec.yaml_tree import read_yaml
@@ -66,12 +67,26 @@ def load_run(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Resolved
 
 def _sets_run(override: Override) -> bool:
     key = override.path[0]
-    return key in RUN_KEYS or key == "matrix" or any(key == alias.name for alias in RUN_ALIASES)
+    return key in RUN_KEYS or key == "matrix" or is_run_alias(key)
 
 
 def _finished(draft: Draft, folder: str) -> Table:
-    table = with_data_paths(without_nulls(draft.table), folder)
+    table = _with_short_name(with_data_paths(without_nulls(draft.table), folder))
     return replace(table, entries={"name": Leaf(draft.name, draft.name_origin), **table.entries})
+
+
+def _with_short_name(table: Table) -> Table:
+    """A job whose `peft.type` is a short name, with what that name sets written out: its origin is the name's."""
+    peft = table.get("peft")
+    name = peft.get("type") if isinstance(peft, Table) else None
+    setting = short_setting(name.text) if isinstance(name, Leaf) and name.text is not None else None
+    if setting is None:
+        return table
+    assert isinstance(peft, Table) and isinstance(name, Leaf)
+    key, text = setting
+    meant = Leaf(text, name.origin.noted(f"type {name.text}"))
+    peft = replace(peft, entries={key: meant, **peft.entries})
+    return replace(table, entries={**table.entries, "peft": peft})
 
 
 def _validated(cls: type[_S], table: Table, at: str, **extra: object) -> _S:

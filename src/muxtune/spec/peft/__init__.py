@@ -9,7 +9,7 @@ from muxtune.spec.peft.lora import Lora
 from muxtune.spec.peft.prefix_tuning import PrefixTuning
 from muxtune.spec.peft.prompt_tuning import PromptTuning
 from muxtune.spec.peft.shira import Shira
-from muxtune.spec.peft.union import PEFT_SPECS, PeftSpec, peft_family, read_peft
+from muxtune.spec.peft.union import PEFT_SPECS, PeftSpec, peft_family, read_peft, short_setting, type_name
 
 __all__ = [
     "IA3",
@@ -26,4 +26,6 @@ __all__ = [
     "Shira",
     "peft_family",
     "read_peft",
+    "short_setting",
+    "type_name",
 ]

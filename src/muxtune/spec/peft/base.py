@@ -14,12 +14,15 @@ from muxtune.spec.border import Spec
 ADAPTER_BYTES_PER_PARAMETER = 4 * 4  # fp32: the parameter, its gradient and AdamW's two moments
 
 
+Kind = Literal["linear", "norm", "mlp", "embedding", "head"]
+
+
 class Place(NamedTuple):
-    """An attach point, or the token embedding (its entries and its width): `kind` and `roles` as the backbone names
-    them, its features in and out, a bias or none."""
+    """An attach point: `kind` and `roles` as the backbone names them, its features in and out (of the token embedding:
+    its entries and its width), a bias or none."""
 
     name: str
-    kind: Literal["linear", "norm", "mlp", "embedding"]
+    kind: Kind
     roles: frozenset[str]
     layer: int | None
     inputs: int
@@ -45,6 +48,11 @@ class PeftBase(Spec, ABC):
     def unmatched(self, places: Iterable[Place]) -> tuple[str, ...]:
         """Names among its targets that are no attach point of the base model."""
         return ()
+
+    @property
+    def label(self) -> str:
+        """The name it goes by: of the type, or the short name of its variant."""
+        return self.type
 
     def state_bytes(self, places: Iterable[Place]) -> int:
         """Memory that the task holds while it trains: parameters, gradients and moments, activations not counted."""

@@ -12,9 +12,12 @@ from muxtune.spec.scalars import Flag
 
 class BitFit(PeftBase):
     """Trained biases (Ben Zaken et al. 2021): those of the targeted linears, which get one where they have none, and -
-    `norm_biases` - those of every norm that has one."""
+    `norm_biases` - those of every norm that has one.
 
-    default_learning_rate = 1e-3
+    The default learning rate was tried on SmolLM2 (docs/log.md): from there to ten times it the loss rises slowly.
+    """
+
+    default_learning_rate = 3e-3
 
     type: Literal["bitfit"] = "bitfit"
     target_modules: Targets = "all-linear"

@@ -13,9 +13,12 @@ _NORM_FLOPS = 8  # of one normalised number: mean, variance, shift, scale
 
 class LnTuning(PeftBase):
     """Trained norms (PEFT's LN_TUNING; Zhao et al. 2023): the weight, and the bias where there is one, of each targeted
-    norm."""
+    norm.
 
-    default_learning_rate = 1e-3
+    The default learning rate was tried on SmolLM2 (docs/log.md): three times it is too much.
+    """
+
+    default_learning_rate = 1e-2
 
     type: Literal["ln_tuning"] = "ln_tuning"
     target_modules: NormTargets = "all-norms"

@@ -9,8 +9,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from muxtune.errors import ConfigError
-from muxtune.spec.peft.base import ADAPTER_BYTES_PER_PARAMETER, PeftBase, Place
-from muxtune.spec.peft.targets import Targets, targeted, unmatched
+from muxtune.spec.peft.base import ADAPTER_BYTES_PER_PARAMETER, Kind, PeftBase, Place
+from muxtune.spec.peft.targets import ENDS, Targets, targeted, unmatched
 from muxtune.spec.scalars import Flag, Integer, Number, clip, read_flag
 
 _FROZEN_BYTES_PER_NUMBER = 4  # fp32, neither gradient nor moments
@@ -37,6 +37,10 @@ class Lora(PeftBase):
     init_lora_weights: pissa (Meng et al. 2024): B A starts as the weight's r principal components, and what is trained
     is its difference from them, so that the shared weight stays as it is.
 
+    `target_modules` may name the token embedding and the head beside linears (not of a DoRA or PiSSA): the embedding's
+    pair is added to looked-up rows, without dropout; the head's to the logits. Where the model ties both to one weight,
+    they are two pairs all the same.
+
     The default learning rate is that of peft's and its authors' examples for all four.
     """
 
@@ -62,33 +66,48 @@ class Lora(PeftBase):
         return self.init_lora_weights == "pissa"
 
     @property
+    def label(self) -> str:
+        if self.use_dora or self.pissa:
+            return "dora" if self.use_dora else "pissa"
+        return "rslora" if self.use_rslora else self.type
+
+    @property
     def scaling(self) -> float:
         return self.lora_alpha / (sqrt(self.r) if self.use_rslora else self.r)
 
     def unmatched(self, places: Iterable[Place]) -> tuple[str, ...]:
-        return unmatched(self.target_modules, places)
+        return unmatched(self.target_modules, places, *self._kinds)
 
     def parameters(self, places: Iterable[Place]) -> int:
-        chosen = targeted(self.target_modules, places)
+        chosen = self._targeted(places)
         magnitudes = sum(place.outputs for place in chosen) if self.use_dora else 0
         return self._matrices(chosen) + magnitudes
 
     def flops_per_token(self, places: Iterable[Place]) -> int:
-        # Products alone; a multiply-add is 2. Forward, the input's gradient and the parameters' gradient cost the same
-        # product each; PiSSA's frozen pair has no third. A DoRA whose input drops out asks the weight once more, both
-        # ways; the norms of its rows are made once a step, not once a token.
-        chosen = targeted(self.target_modules, places)
-        products = (3 + 2 * self.pissa) * self._matrices(chosen)
+        """Products alone; a multiply-add is 2. Forward, the input's gradient and the parameters' gradient cost the same
+        product each; PiSSA's frozen pair has no third. A DoRA whose input drops out asks the weight once more, both
+        ways; the norms of its rows are made once a step, not once a token. The embedding's A is looked up: there is no
+        product with its entries, and no gradient of an input. The head runs on trained tokens alone."""
+        chosen = self._targeted(places)
+        looked_up = sum(self.r * place.inputs for place in chosen if place.kind == "embedding")
+        products = (3 + 2 * self.pissa) * (self._matrices(chosen) - looked_up)
         if self.use_dora and self.lora_dropout > 0:
             products += 2 * sum(place.inputs * place.outputs for place in chosen)
         return 2 * products
 
     def state_bytes(self, places: Iterable[Place]) -> int:
-        chosen = targeted(self.target_modules, places)
+        chosen = self._targeted(places)
         frozen = self._matrices(chosen) if self.pissa else 0
         if self.use_dora:  # norms of W's rows, and of the adapted ones
             frozen = 2 * sum(place.outputs for place in chosen)
         return ADAPTER_BYTES_PER_PARAMETER * self.parameters(chosen) + _FROZEN_BYTES_PER_NUMBER * frozen
+
+    @property
+    def _kinds(self) -> tuple[Kind, ...]:
+        return ("linear",) if self.use_dora or self.pissa else ("linear", *ENDS)
+
+    def _targeted(self, places: Iterable[Place]) -> list[Place]:
+        return targeted(self.target_modules, places, *self._kinds)
 
     def _matrices(self, chosen: Iterable[Place]) -> int:
         return sum(self.r * (place.inputs + place.outputs) for place in chosen)

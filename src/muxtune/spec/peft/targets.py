@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from muxtune.errors import ConfigError
-from muxtune.spec.peft.base import Place
-from muxtune.spec.scalars import clip
+from muxtune.errors import AdapterError, ConfigError
+from muxtune.spec.peft.base import Kind, PeftBase, Place
+from muxtune.spec.scalars import clip, read_flag
 
 ALL_LINEAR = "all-linear"
 ALL_NORMS = "all-norms"
+ENDS: tuple[Kind, ...] = ("embedding", "head")
 
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
 def _reader(everything: str) -> Callable[[object], object]:
-    """Reads `everything`, or module names as a list or with commas: literal suffixes or full names, never patterns."""
+    """Reads `everything`, or module names as a list or with commas: literal suffixes or full names, never patterns.
+
+    A mapping of names to flags, as mLoRA has it, is the list of those that are true.
+    """
 
     def read(value: object) -> object:
         if isinstance(value, str):
             if value.strip().lower() in ("all", everything):
                 return everything
             value = value.split(",")
+        if isinstance(value, Mapping):
+            value = [name for name, wanted in value.items() if read_flag(wanted)]
         if not isinstance(value, list | tuple) or not value:
             raise ConfigError(f"should be {everything!r} or a list of module names, got {clip(value)}")
         return tuple(dict.fromkeys(_read_module_name(name) for name in value))
@@ -53,23 +59,33 @@ Targets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_re
 NormTargets = Annotated[Literal["all-norms"] | tuple[str, ...], BeforeValidator(_reader(ALL_NORMS))]
 
 
-def targeted(
-    targets: str | tuple[str, ...], places: Iterable[Place], kind: Literal["linear", "norm"] = "linear"
-) -> list[Place]:
-    """Those of a kind among `places` that `targets` names (peft's rule: a whole path, or a suffix at a dot)."""
-    own = [place for place in places if place.kind == kind]
+def targeted(targets: str | tuple[str, ...], places: Iterable[Place], *kinds: Kind) -> list[Place]:
+    """Those of `kinds` (linears, where none is said) among `places` that `targets` names (peft's rule: a whole path, or
+    a suffix at a dot). All of a kind are all of the first: the embedding and the head are only ever named."""
+    kinds = kinds or ("linear",)
     if isinstance(targets, str):
-        return own
-    return [place for place in own if any(_names(target, place) for target in targets)]
+        return [place for place in places if place.kind == kinds[0]]
+    return [place for place in places if place.kind in kinds and any(_names(target, place) for target in targets)]
 
 
-def unmatched(
-    targets: str | tuple[str, ...], places: Iterable[Place], kind: Literal["linear", "norm"] = "linear"
-) -> tuple[str, ...]:
-    """The targets that name none of the kind among `places`."""
-    own = [place for place in places if place.kind == kind]
+def unmatched(targets: str | tuple[str, ...], places: Iterable[Place], *kinds: Kind) -> tuple[str, ...]:
+    """The targets that name none of `kinds` among `places`."""
+    own = [place for place in places if place.kind in (kinds or ("linear",))]
     wanted = () if isinstance(targets, str) else targets
     return tuple(target for target in wanted if not any(_names(target, place) for place in own))
+
+
+def refuse_ends(spec: PeftBase, places: Iterable[Place]) -> None:
+    """Raises AdapterError where a spec's targets name the token embedding or the head, and its type trains neither."""
+    places = tuple(places)
+    for target in spec.unmatched(places):
+        for place in places:
+            if place.kind in ENDS and _names(target, place):
+                what = "head" if place.kind == "head" else "token embedding"
+                raise AdapterError(
+                    f"target_modules {target!r} is the base model's {what}, which {spec.label} does not train",
+                    hint="leave it out, or use lora or rslora",
+                )
 
 
 def _names(target: str, place: Place) -> bool:

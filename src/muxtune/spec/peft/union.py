@@ -23,14 +23,23 @@ from muxtune.spec.peft.prompt_tuning import PromptTuning
 from muxtune.spec.peft.shira import Shira
 from muxtune.spec.scalars import clip, nearest
 
-# A short name, the type it is of, and the key that makes it so.
-_SHORT_NAMES: Mapping[str, tuple[str, str, object]] = {
-    "dora": ("lora", "use_dora", True),
-    "rslora": ("lora", "use_rslora", True),
+# A short name, the type it is of, and the key that makes it so with its value as a config would write it.
+_SHORT_NAMES: Mapping[str, tuple[str, str, str]] = {
+    "dora": ("lora", "use_dora", "true"),
+    "rslora": ("lora", "use_rslora", "true"),
     "pissa": ("lora", "init_lora_weights", "pissa"),
     "houlsby": ("bottleneck", "placement", "houlsby"),
     "pfeiffer": ("bottleneck", "placement", "pfeiffer"),
     "parallel": ("bottleneck", "placement", "parallel"),
+}
+
+# What other tools call a type: PEFT's name for biases, AdapterHub's for the placements, LLM-Adapters' with a hyphen.
+_OTHER_NAMES: Mapping[str, str] = {
+    "beft": "bitfit",
+    "double_seq_bn": "houlsby",
+    "seq_bn": "pfeiffer",
+    "par_bn": "parallel",
+    "prefix-tuning": "prefix_tuning",
 }
 
 PEFT_SPECS: Mapping[str, type[PeftBase]] = {
@@ -45,10 +54,31 @@ PEFT_SPECS: Mapping[str, type[PeftBase]] = {
 }
 
 
+def _our_name(type_name: str) -> str:
+    name = type_name.lower()
+    return _OTHER_NAMES.get(name, name)
+
+
 def peft_family(type_name: str) -> str:
     """The PEFT type a name stands for: `dora` is of the family `lora`. Unknown names stand for themselves."""
-    name = type_name.lower()
+    name = _our_name(type_name)
     return _SHORT_NAMES[name][0] if name in _SHORT_NAMES else name
+
+
+def short_setting(type_name: str) -> tuple[str, str] | None:
+    """What a short name sets, as (key, text): `dora` sets use_dora to true. None for a name that is not short."""
+    name = _our_name(type_name)
+    return _SHORT_NAMES[name][1:] if name in _SHORT_NAMES else None
+
+
+def type_name(spec: PeftBase) -> str:
+    """What a spec's type is called: by its short name where it has one (`dora`, or `dora+rslora` where it has two)."""
+    short = [
+        name
+        for name, (family, key, text) in _SHORT_NAMES.items()
+        if family == spec.type and str(getattr(spec, key)).lower() == text
+    ]
+    return "+".join(short) or spec.type
 
 
 def read_peft(value: object) -> object:
@@ -66,8 +96,8 @@ def read_peft(value: object) -> object:
     if name not in PEFT_SPECS:
         raise _refused_type(given)
     settings = {str(key): item for key, item in value.items() if key != "type"}
-    if given.lower() in _SHORT_NAMES:
-        return _expanded(given.lower(), settings)
+    if _our_name(given) in _SHORT_NAMES:
+        return _expanded(_our_name(given), settings)
     return PEFT_SPECS[name](**settings)
 
 
@@ -85,6 +115,8 @@ def _expanded(short: str, settings: Mapping[str, object]) -> PeftBase:
 
 
 def _refused_type(given: str) -> ConfigError:
+    if given.lower() == "qlora":
+        return ConfigError("qlora needs a quantised backbone, which is not supported", where="type", hint="type: lora")
     supported = "supported: " + ", ".join(PEFT_SPECS)
     near = nearest(given, (*PEFT_SPECS, *_SHORT_NAMES))
     hint = f"did you mean {near!r}? {supported}" if near else supported

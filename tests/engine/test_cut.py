@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muxtune.engine.engine import Engine
+from muxtune.engine.failure import PassError
 from muxtune.engine.task import Sequences, Task
 from muxtune.models.backbone import Backbone
 from muxtune.plan.types import MicroBatch
@@ -132,15 +133,15 @@ def test_a_schedule_that_breaks_off_leaves_no_sequence_behind(monkeypatch: pytes
     passes = 0
     hidden = backbone.hidden
 
-    def breaking(*arguments: Any) -> Tensor:
+    def breaking(*arguments: Any, **options: Any) -> Tensor:
         nonlocal passes
         passes += 1
         if passes == 7:
             raise RuntimeError("the device is on fire")
-        return hidden(*arguments)
+        return hidden(*arguments, **options)
 
     monkeypatch.setattr(backbone, "hidden", breaking)
-    with pytest.raises(RuntimeError, match="on fire"):
+    with pytest.raises(PassError, match="on fire"):
         engine.execute(engine.schedule([task.participant()]))
     assert not engine._executor._cut.carry.slots
     record = engine.execute(engine.schedule([task.participant()]))

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import baselines, bench, check_gpu, memory, numerics, race
+from benchmarks.adapters import adapter_costs
 from benchmarks.baselines import Recipe
 from benchmarks.floor import FloorSide, GemmPass, Rows
 from benchmarks.lengths import DATA_SETS, EXAMPLES, measure, stored_lengths
 from benchmarks.loads import light, non_uniform
+from benchmarks.report import show_adapters
 from benchmarks.sides import EngineSide, engine_side, muxtune_tasks
 from benchmarks.timing import Timings, interleave, ratio
 from muxtune.models.attach import LinearOp
@@ -259,6 +262,26 @@ def test_bench_prints_its_tables_and_writes_json(
     assert len(light_race["sides"]["muxtune, tasks fused"]["seconds"]) == 2
     assert all(one["pss_bytes"] > HELD_BYTES for one in document["memory"])
     assert [one["tasks"] for one in document["memory"]] == [1, 1]
+
+
+def test_costs_of_adapters_are_over_the_backbones_own_and_of_every_type() -> None:
+    costs = adapter_costs(
+        backbone_of("llama"),
+        rounds=2,
+        counts=(1, 2),
+        types=("lora", "ia3", "prompt_tuning"),
+        ranks=(2,),
+        rank_counts=(2,),
+    )
+    assert [(one.count, one.peft_type) for one in costs.by_type] == [
+        (count, name) for count in (1, 2) for name in ("lora", "ia3", "prompt_tuning")
+    ]
+    assert all(one.step_ms > 0 and one.share > -1 for one in costs.by_type)
+    (by_rank,) = costs.by_rank
+    assert by_rank.speedup > 0 and costs.mixed.types == ("lora", "ia3", "prompt_tuning")
+    console = Console(record=True, width=120)
+    show_adapters(console, costs)
+    assert "prompt_tuning" in (text := console.export_text()) and "one after another" in text
 
 
 def test_our_contender_has_trained_every_task(tiny_llama: Path) -> None:

@@ -100,10 +100,11 @@ def _start(arch: str, dtype: torch.dtype, peft: PeftBase, seed: int) -> dict[str
 
 
 @st.composite
-def plays(draw: st.DrawFn) -> Play:
-    """Two to five tasks, all of any type."""
-    arch = draw(st.sampled_from(ARCHS))
-    members = tuple(draw(_members(arch, number)) for number in range(draw(st.integers(2, 5))))
+def plays(draw: st.DrawFn, first: str | None = None) -> Play:
+    """Two to five tasks, the first of type `first`, all others of any."""
+    arch = draw(st.sampled_from([arch for arch in ARCHS if first != PARALLEL or arch in MLP]))
+    kinds = [first, *[None] * draw(st.integers(1, 4))]
+    members = tuple(draw(_members(arch, number, kind)) for number, kind in enumerate(kinds))
     return Play(
         arch,
         draw(st.sampled_from((torch.float32, torch.float64))),
@@ -115,11 +116,11 @@ def plays(draw: st.DrawFn) -> Play:
 
 
 @st.composite
-def _members(draw: st.DrawFn, arch: str, number: int) -> Member:
+def _members(draw: st.DrawFn, arch: str, number: int, kind: str | None) -> Member:
     masks = draw(st.lists(_masks(), min_size=1, max_size=4))
     trial = PeftTrial(
         f"task-{number}",
-        draw(_specs(arch)),
+        draw(_SPECS[kind or draw(st.sampled_from(TYPES if arch in MLP else TYPES[:-1]))](arch)),
         [len(mask) for mask in masks],
         batch=draw(st.integers(1, 4)),
         steps=draw(st.integers(1, 3)),
@@ -140,11 +141,6 @@ def _masks() -> st.SearchStrategy[tuple[bool, ...]]:
     some = st.lists(st.booleans(), min_size=1, max_size=20)
     last = st.integers(0, 12).map(lambda before: [False] * before + [True])
     return (last | some | st.just([])).map(lambda rest: (False, *rest))
-
-
-@st.composite
-def _specs(draw: st.DrawFn, arch: str) -> PeftBase:
-    return draw(_SPECS[draw(st.sampled_from(TYPES if arch in MLP else TYPES[:-1]))](arch))
 
 
 def _names(names: Sequence[str], everything: str) -> st.SearchStrategy[object]:

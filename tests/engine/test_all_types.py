@@ -127,14 +127,19 @@ def _is_finer_than_bf16(value: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_neighbours_type_changes_a_bit_of_a_gradient(arch: str, dtype: torch.dtype) -> None:
-    """Nor of what a task without an adapter of its own at any place gets from the backbone."""
+    """Nor of what a task without an adapter of its own at any place gets from the backbone. Where rows of a bf16
+    product depend on the batch, by as much as that rounds."""
     backbone = backbone_of(arch, dtype)
+    invariant = Engine(backbone).row_invariant
+    assert invariant or dtype is torch.bfloat16
     trials = _one_chunk(arch)
     together = _gradients(backbone, trials)
     for trial in trials:
         alone = _gradients(backbone, [trial])[trial.name]
-        assert all(torch.equal(together[trial.name][key], alone[key]) for key in alone), trial.name
-    assert _bare_logprobs(backbone, trials) == _bare_logprobs(backbone, [])
+        same = all(torch.equal(together[trial.name][key], alone[key]) for key in alone)
+        assert same if invariant else relative(together[trial.name], alone) < 0.02, trial.name
+    beside, bare = _bare_logprobs(backbone, trials), _bare_logprobs(backbone, [])
+    assert beside == bare if invariant else beside == pytest.approx(bare, abs=0.05)
 
 
 def _bare_logprobs(backbone: Backbone, trials: Sequence[PeftTrial]) -> tuple[float, ...] | None:

@@ -48,10 +48,10 @@ class DoraModule(LowRankModule):
     def refresh(self) -> None:
         """Make n anew, and l = m / n."""
         a_RI, b_OR, _ = self.parameters
-        mixed_OR = torch.mm(self._weight_OI, a_RI.T)
-        own_OR = torch.mm(b_OR, torch.mm(a_RI, a_RI.T))
-        cross_O = (torch.add(2 * mixed_OR, own_OR, alpha=self._scale) * b_OR).sum(1)
-        squares_O = torch.add(self._weight_squares_O, cross_O, alpha=self._scale)
+        b_RO = b_OR.T  # as it lies: with [O, R] and a small rank the products take half as long again
+        doubled_RO = torch.mm(a_RI, self._weight_OI.T).mul_(2)
+        doubled_RO.addmm_(torch.mm(a_RI, a_RI.T), b_RO, alpha=self._scale)
+        squares_O = torch.add(self._weight_squares_O, doubled_RO.mul_(b_RO).sum(0), alpha=self._scale)
         self.norm_O.copy_(lengths(squares_O))
         self.rescale()
 

@@ -136,7 +136,7 @@ def test_an_over_large_adapter_costs_nobody_else_a_place(prepared: dict[str, Pre
 
 
 def test_a_stated_limit_lowers_the_chunk_budget_of_a_job(prepared: dict[str, PreparedJob]) -> None:
-    """Down to its longest sequence, by what the job alone would have: neither free memory nor others change it."""
+    """Down to 64 tokens, by what the job alone would have: neither free memory nor others change it."""
     text, sql = prepared["sql"], prepared["one"]
     longest = max(len(sequence) for sequence in text.data.train)
     assert longest < 64 and widest(text) > 64
@@ -160,10 +160,37 @@ def test_a_stated_limit_lowers_the_chunk_budget_of_a_job(prepared: dict[str, Pre
     (lowered,) = sized(limit_of(64), [text])
     assert (lowered.chunk_tokens, lowered.widest) == (64, 64) and "chunks of 64 tokens" in str(lowered.warning)
     assert sized(limit_of(64), [text], process=2**28)[0] == lowered == sized(limit_of(64), [text, sql])[0]
-    (single,) = sized(limit_of(longest), [text])
-    assert single.widest == longest and single.chunk_tokens <= longest
-    assert not sized(limit_of(longest - 1), [text], process=2**28)
+    assert not sized(limit_of(63), [text], process=2**28)
     assert not sized(limit_of(widest(text)), [text], free=WEIGHTS + STATE + HEAD), "what is free lowers nothing"
+
+
+def test_a_sequence_longer_than_a_chunk_counts_by_its_keys_and_values(tiny_llama: Path, tmp_path: Path) -> None:
+    data = write_data(tmp_path)
+    (data / "sql.jsonl").write_text('{"prompt": "%s", "completion": "b"}\n' % ("a " * 100))
+    changes = ADAPTER | {"per_device_train_batch_size": 1, "max_length": 250}
+    (one,) = [Preparer(tiny_llama).prepare(job(data, "sql", **changes), created=datetime.now(UTC))]
+    longest = max(len(sequence) for sequence in one.data.train)
+    assert longest > 100
+    model = replace(MODEL, position_bytes=100)
+
+    def sized(rows: int, positions: int) -> list[JobSize]:
+        room = HEAD + ROW * rows + 100 * positions
+        limit = 2**28 + WEIGHTS + STATE + room
+        found = admit(
+            [one],
+            model,
+            dtype=torch.float32,
+            limit_bytes=limit,
+            process_bytes=2**28,
+            memory_limit=limit,
+        )
+        return list(found.sizes)
+
+    (whole,) = sized(longest, 0)
+    assert (whole.widest, whole.carried_bytes) == (longest, 0)
+    (cut,) = sized(64, longest)
+    assert (cut.widest, cut.chunk_tokens, cut.carried_bytes) == (64, 64, 100 * longest)
+    assert not sized(64, longest - 1)
 
 
 def test_not_even_the_adapters_fit(prepared: dict[str, PreparedJob]) -> None:

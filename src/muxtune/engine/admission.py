@@ -3,10 +3,11 @@
     process + weights + adapters (with gradients and moments) of all jobs + activations of one micro-batch <= limit
 
 The limit is the run's `memory_limit`, and never more than the machine has free. A micro-batch must hold at least the
-widest chunk of any job: its longest sequence, or as much of a batch as fills the chunk budget. What is left above that
+widest chunk of any job: as much of a batch as fills the chunk budget. A longer sequence is cut, and its keys and values
+and their gradient come on top (`muxtune.models.kv_carry`); only a pair is not. What is left above that
 decides how many rows jobs may bring together (`fuse_tokens`). The numbers are estimates (`muxtune.models.memory`).
 
-A `memory_limit` that has no room for a job's chunks halves the job's chunk budget until they fit, or hold one sequence.
+A `memory_limit` that has no room for a job's chunks halves the job's chunk budget until they fit, or are tiny.
 The budget is a number that the job's last bits depend on, so it follows from the job, the model and the stated limit -
 with the process in quarters of a GiB - and never from what happens to be free, or from who trains beside it.
 
@@ -28,6 +29,7 @@ from muxtune.models.memory import Footprint
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft.targets import refuse_ends
 
+_LEAST_CHUNK = 64  # tokens; smaller chunks cost more time than they save memory
 _PROCESS_STEP = 2**28  # bytes: two processes that do the same differ by less, mostly
 
 
@@ -44,6 +46,12 @@ class JobSize:
     activation_bytes: int  # of its widest chunk alone
     flops_per_token: int  # of the adapter, a trained token
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # its chunk budget, where it starts now
+    carried_bytes: int = 0  # keys and values of its longest sequence, where that is cut, and their gradient
+
+    @property
+    def held_bytes(self) -> int:
+        """What it holds whoever runs."""
+        return self.state_bytes + self.carried_bytes
 
     @property
     def warning(self) -> str | None:
@@ -115,11 +123,11 @@ def _admit(
             refused.append((job.job, error))
     held = process_bytes + model.weights_bytes
     taken: list[JobSize] = []
-    for size in sorted(sizes, key=lambda size: size.state_bytes + size.activation_bytes):
+    for size in sorted(sizes, key=lambda size: size.held_bytes + size.activation_bytes):
         beside = [*taken, size]
-        free = limit_bytes - held - size.state_bytes
+        free = limit_bytes - held - size.held_bytes
         if max(one.activation_bytes for one in beside) <= free:
-            taken, held = beside, held + size.state_bytes
+            taken, held = beside, held + size.held_bytes
         else:
             refused.append((size.job, _too_large(size, model, beside, limit_bytes, process_bytes)))
     fitting = [size for size in sizes if size in taken]
@@ -162,6 +170,7 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, chunk_tok
         model.activation_bytes(widest, seen),
         job.peft.flops_per_token(model.places),
         chunk_tokens,
+        _carried_bytes(job, model, rows, seen, chunk_tokens),
     )
 
 
@@ -169,17 +178,30 @@ def _chunk_tokens(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, r
     """The job's chunk budget, where `room` is all that its adapter and activations may take."""
     job, (rows, seen) = prepared.job, _longest(prepared)
     budget = DEFAULT_CHUNK_TOKENS
-    while room is not None and budget > job.group_size * rows:
-        if model.activation_bytes(_widest(job, rows, budget), seen) <= room - _state_bytes(job, model, dtype):
+    least = _LEAST_CHUNK if job.group_size == 1 else job.group_size * rows
+    while room is not None and budget > least:
+        held = _state_bytes(job, model, dtype) + _carried_bytes(job, model, rows, seen, budget)
+        if model.activation_bytes(_widest(job, rows, budget), seen) <= room - held:
             break
         budget //= 2
     return budget
 
 
 def _widest(job: JobSpec, rows: int, chunk_tokens: int) -> int:
-    """Rows of the largest chunk, where sequences have up to `rows`; a pair is never parted."""
+    """Rows of the largest chunk, where sequences have up to `rows`; a pair is never parted, others are cut."""
+    budget = max(chunk_tokens, job.peft.virtual_rows + 1)
     group = job.group_size * rows
-    return max(group, min(chunk_tokens, group * job.effective_batch))
+    return (
+        min(budget, rows * job.effective_batch)
+        if group == rows
+        else max(group, min(budget, group * job.effective_batch))
+    )
+
+
+def _carried_bytes(job: JobSpec, model: Footprint, rows: int, seen: int, chunk_tokens: int) -> int:
+    """Of the longest sequence, where it is cut."""
+    cut = job.group_size == 1 and rows > max(chunk_tokens, job.peft.virtual_rows + 1)
+    return seen * model.position_bytes if cut else 0
 
 
 def _longest(prepared: PreparedJob) -> tuple[int, int]:
@@ -202,7 +224,7 @@ def _refuse_ends(job: JobSpec, model: Footprint) -> None:
 def _too_large(
     size: JobSize, model: Footprint, sizes: Sequence[JobSize], limit_bytes: int, process_bytes: int
 ) -> ConfigError:
-    states = sum(one.state_bytes for one in sizes)
+    states = sum(one.held_bytes for one in sizes)
     left = limit_bytes - process_bytes - model.weights_bytes - states
     return ConfigError(
         f"does not fit into memory: its longest batch ({size.widest:,} tokens at once) needs about "

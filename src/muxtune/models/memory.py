@@ -62,6 +62,7 @@ class Footprint:
         row_bytes: activations of one packed row, all layers.
         score_bytes: of one row and one position of its sequence, where attention keeps scores; else 0.
         layer_weights, head_weights: numbers that every row, and every trained row, is multiplied with.
+        position_bytes: keys and values of one position of a cut sequence, and their gradient, all layers.
         blocks, input_bytes: how many there are, and what one row is to all of them as their input.
         recompute: whether the activations are those of recomputation.
     """
@@ -73,6 +74,7 @@ class Footprint:
     layer_weights: int
     head_weights: int
     places: tuple[Place, ...]
+    position_bytes: int = 0
     blocks: int = 1
     input_bytes: int = 0
     recompute: bool = False
@@ -120,9 +122,16 @@ def footprint(folder: Path, dtype: torch.dtype) -> Footprint:
         layer_weights=sum(inputs * outputs for inputs, outputs in shapes.values()),
         head_weights=backbone.head.weight_VD.numel(),
         places=backbone.places,
+        position_bytes=_position_bytes(backbone, dtype),
         blocks=len(backbone.blocks),
         input_bytes=len(backbone.blocks) * backbone.config.hidden_size * dtype.itemsize,
     )
+
+
+def _position_bytes(backbone: Backbone, dtype: torch.dtype) -> int:
+    _, groups, width = backbone.attention_shape
+    wide = torch.promote_types(dtype, torch.float32)
+    return 2 * len(backbone.blocks) * groups * width * (dtype.itemsize + wide.itemsize)
 
 
 def memory_here(device: torch.device) -> tuple[int, int]:

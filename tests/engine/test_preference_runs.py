@@ -98,14 +98,14 @@ def test_a_second_run_finds_every_value_on_disk(tiny_llama: Path, disk: Path, pa
     assert engine.refer(members) is None
     cold = LocalEngine(str(tiny_llama), cache_dir=disk / "cold")
     task = cold.attach(preferring(pairs))
-    assert cold.refer(members) > 0.0
+    assert cold.refer(members) is not None
     for member in members:
         for index in (ref.index for chunk in member.chunks for ref in chunk):
             value = engine.references.value(member.source, index)
             assert value is not None and value == cold.references.value(member.source, index)
     cut = LocalEngine(str(tiny_llama), cache_dir=disk / "cache", num_hidden_layers=1)
     cut.attach(preferring(pairs))
-    assert cut.refer(members) > 0.0, "a backbone of other layers is another"
+    assert cut.refer(members) is not None, "a backbone of other layers is another"
     assert entry.exists()
 
 

@@ -23,7 +23,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not full' $(ARGS)
+	$(BIN)/python -m pytest -m 'not full' -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)

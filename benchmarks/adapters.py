@@ -21,7 +21,6 @@ from muxtune.engine.engine import Engine
 from muxtune.engine.task import Sequences, Task
 from muxtune.models.backbone import Backbone
 from muxtune.peft import grouped
-from muxtune.plan.round import Policy
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft import LnTuning, Lora, PeftBase, read_peft
 
@@ -86,45 +85,46 @@ def adapter_costs(
     rank_counts: Sequence[int] = RANK_COUNTS,
 ) -> AdapterCosts:
     """All three tables."""
+    engines = _Engines.on(backbone)
     return AdapterCosts(
-        tuple(_by_type(backbone, counts, types, rounds)),
-        tuple(_by_rank(backbone, rank_counts, ranks, rounds)),
-        _mixed(backbone, types, rounds),
+        tuple(_by_type(engines, counts, types, rounds)),
+        tuple(_by_rank(engines, rank_counts, ranks, rounds)),
+        _mixed(engines, types, rounds),
     )
 
 
-def _by_type(backbone: Backbone, counts: Sequence[int], types: Sequence[str], rounds: int) -> Iterator[TypeCost]:
+def _by_type(engines: _Engines, counts: Sequence[int], types: Sequence[str], rounds: int) -> Iterator[TypeCost]:
     for count in counts:
-        load = light(1, vocab=backbone.vocabulary, tasks=count, tokens=TOKENS)
+        load = light(1, vocab=engines.fused.backbone.vocabulary, tasks=count, tokens=TOKENS)
         present = [name for name in types if name != "pissa" or count <= PISSA_MOST]
-        sides = {name: _side(backbone, load, [read_peft(name)] * count) for name in present}
-        timings = _timed(sides | {_OWN: _own(backbone, load)}, rounds)
+        sides = {name: _side(engines.fused, load, [read_peft(name)] * count) for name in present}
+        timings = _timed(sides | {_OWN: _own(engines.fused, load)}, rounds)
         own = timings[_OWN]
         for name in present:
             yield TypeCost(name, count, _ms(timings[name]), _ms(own), _share(timings[name], own))
 
 
-def _by_rank(backbone: Backbone, counts: Sequence[int], ranks: Sequence[int], rounds: int) -> Iterator[RankCost]:
+def _by_rank(engines: _Engines, counts: Sequence[int], ranks: Sequence[int], rounds: int) -> Iterator[RankCost]:
     for count in counts:
-        load = light(1, vocab=backbone.vocabulary, tasks=count, tokens=TOKENS)
+        load = light(1, vocab=engines.fused.backbone.vocabulary, tasks=count, tokens=TOKENS)
         for rank in ranks:
             specs = [Lora(r=rank)] * count
             sides = {
-                "grouped": _side(backbone, load, specs, grouping=grouped.always),
-                "one by one": _side(backbone, load, specs, grouping=grouped.never),
-                _OWN: _own(backbone, load),
+                "grouped": _side(engines.grouped, load, specs),
+                "one by one": _side(engines.one_by_one, load, specs),
+                _OWN: _own(engines.fused, load),
             }
             timings = _timed(sides, rounds)
             together, apart, own = timings["grouped"], timings["one by one"], timings[_OWN]
             yield RankCost(rank, count, _share(together, own), _share(apart, own), ratio(apart, together))
 
 
-def _mixed(backbone: Backbone, types: Sequence[str], rounds: int) -> MixedCost:
-    load = light(1, vocab=backbone.vocabulary, tasks=len(types), tokens=TOKENS)
+def _mixed(engines: _Engines, types: Sequence[str], rounds: int) -> MixedCost:
+    load = light(1, vocab=engines.fused.backbone.vocabulary, tasks=len(types), tokens=TOKENS)
     specs = [read_peft(name) for name in types]
     sides = {
-        "together": _side(backbone, load, specs),
-        "in turn": _side(backbone, load, specs, policy="sequential"),
+        "together": _side(engines.fused, load, specs),
+        "in turn": _side(engines.in_turn, load, specs),
     }
     timings = _timed(sides, rounds)
     together, in_turn = timings["together"], timings["in turn"]
@@ -147,26 +147,37 @@ class _Side:
             assert action.step is None or action.step.error is None, action.step
 
 
-def _side(
-    backbone: Backbone,
-    load: Load,
-    specs: Sequence[PeftBase],
-    *,
-    policy: Policy = "fuse-all",
-    grouping: grouped.Rule = grouped.measured,
-) -> _Side:
-    engine = Engine(backbone, policy=policy, grouping=grouping)
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    """One of each kind for all sides: making one probes the backbone for a second."""
+
+    fused: Engine
+    in_turn: Engine
+    grouped: Engine
+    one_by_one: Engine
+
+    @classmethod
+    def on(cls, backbone: Backbone) -> _Engines:
+        return cls(
+            Engine(backbone),
+            Engine(backbone, policy="sequential"),
+            Engine(backbone, grouping=grouped.always),
+            Engine(backbone, grouping=grouped.never),
+        )
+
+
+def _side(engine: Engine, load: Load, specs: Sequence[PeftBase]) -> _Side:
+    before = len(engine.tasks)
     tasks = [
-        engine.attach(_job(f"task{number}", spec), Sequences(batches[0]))
+        engine.attach(_job(f"task{before + number}", spec), Sequences(batches[0]))
         for number, (spec, batches) in enumerate(zip(specs, load.tasks, strict=True))
     ]
     return _Side(engine, tuple(tasks))
 
 
-def _own(backbone: Backbone, load: Load) -> _Side:
+def _own(engine: Engine, load: Load) -> _Side:
     """All rows as sequences of one task that trains the first norm: forward, head and backward of the whole chain."""
-    first = next(name for name, op in backbone.ops.items() if op.kind == "norm")
-    engine = Engine(backbone)
+    first = next(name for name, op in engine.backbone.ops.items() if op.kind == "norm")
     sequences = [replace(batches[0][0], index=number) for number, batches in enumerate(load.tasks)]
     spec = LnTuning(target_modules=(first.removeprefix("model."),))
     task = engine.attach(_job("own", spec, batch=len(sequences)), Sequences(sequences))
@@ -187,7 +198,11 @@ def _job(name: str, spec: PeftBase, *, batch: int = 1) -> JobSpec:
 
 def _timed(sides: Mapping[str, _Side], rounds: int) -> dict[str, Timings]:
     steps: dict[str, Step] = {name: side.step for name, side in sides.items()}
-    return interleave(steps, rounds, warmup=1)
+    timings = interleave(steps, rounds, warmup=1)
+    for side in sides.values():
+        for task in side.tasks:
+            side.engine.detach(task)
+    return timings
 
 
 def _ms(timing: Timings) -> float:

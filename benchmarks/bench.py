@@ -46,7 +46,7 @@ OURS = "benchmarks.sides:muxtune_tasks"
 MEMORY_TASKS = (1, 8, 32)
 WARMUP = 1
 # A light step takes a tenth of a non-uniform one and is the noisier for it.
-ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 5}
+ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Shared set-up: two threads, no network, and small folders and models that many tests read and none may change."""
+"""Shared set-up: one thread a worker (two without workers), no network, and small folders and models that many tests
+read and none may change."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 
 # Before torch or transformers is imported anywhere: both read these once. Tests of packages without torch stay fast,
 # because nothing here imports it until a fixture asks.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 # Threads that wait sleep instead of spinning: where another process takes a core, spinning ones make tiny products ten
 # to twenty times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

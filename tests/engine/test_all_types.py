@@ -127,8 +127,8 @@ def _is_finer_than_bf16(value: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_neighbours_type_changes_a_bit_of_a_gradient(arch: str, dtype: torch.dtype) -> None:
-    """Nor of what a task without an adapter of its own at any place gets from the backbone. Where rows of a bf16
-    product depend on the batch, by as much as that rounds."""
+    """Nor of what a task without an adapter of its own gets from the backbone. Where rows of a bf16 product depend on
+    the batch, by as much as that rounds."""
     backbone = backbone_of(arch, dtype)
     invariant = Engine(backbone).row_invariant
     assert invariant or dtype is torch.bfloat16

@@ -213,6 +213,21 @@ def test_who_runs_with_whom_changes_no_bit(options: dict[str, object]) -> None:
         assert_same_bits(fused[trial.name], reversed_order[trial.name])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_whatever_the_number_of_threads_together_is_alone(threads: int) -> None:
+    """The number is part of what decides the bits, and the same for both."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        backbone = backbone_of("llama")
+        trials = mixed_trials("llama")
+        together = train(backbone, trials)
+        for trial in trials:
+            assert_same_bits(together[trial.name], train(backbone, (trial,))[trial.name])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_attaching_costs_an_adapter_and_detaching_gives_it_back() -> None:
     backbone = backbone_of()
     engine = Engine(backbone)

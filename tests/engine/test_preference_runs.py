@@ -95,17 +95,17 @@ def test_a_second_run_finds_every_value_on_disk(tiny_llama: Path, disk: Path, pa
     engine = LocalEngine(str(tiny_llama), cache_dir=disk / "cache")
     task = engine.attach(preferring(pairs, beta=0.7, learning_rate=1e-4))
     members = [task.participant(), task.validation_participant()]
-    assert engine.refer(members) == 0.0
+    assert engine.refer(members) is None
     cold = LocalEngine(str(tiny_llama), cache_dir=disk / "cold")
     task = cold.attach(preferring(pairs))
-    assert cold.refer(members) > 0.0
+    assert cold.refer(members) is not None
     for member in members:
         for index in (ref.index for chunk in member.chunks for ref in chunk):
             value = engine.references.value(member.source, index)
             assert value is not None and value == cold.references.value(member.source, index)
     cut = LocalEngine(str(tiny_llama), cache_dir=disk / "cache", num_hidden_layers=1)
     cut.attach(preferring(pairs))
-    assert cut.refer(members) > 0.0, "a backbone of other layers is another"
+    assert cut.refer(members) is not None, "a backbone of other layers is another"
     assert entry.exists()
 
 

@@ -182,11 +182,11 @@ def test_what_raises_only_together_fails_nobody_and_runs_narrower(
     """As memory does: wide passes raise, narrow ones do not."""
     hidden, widths = backbone.hidden, list[int]()
 
-    def narrow(ids_T: Tensor, *rest: Any) -> Tensor:
+    def narrow(ids_T: Tensor, *rest: Any, **options: Any) -> Tensor:
         widths.append(len(ids_T))
         if len(ids_T) > 64:
             raise MemoryError(f"{len(ids_T)} rows")
-        return hidden(ids_T, *rest)
+        return hidden(ids_T, *rest, **options)
 
     monkeypatch.setattr(backbone, "hidden", narrow)
     engine = Engine(backbone)

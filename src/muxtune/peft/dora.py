@@ -93,6 +93,7 @@ class DoraModule(LowRankModule):
         return (self._pair.pull(self._inputs(x_tI, keys), down_1tR, grad_tO), *beyond_tO)
 
     def backward_input(self, x_tI: Tensor, kept: Kept, grad_x_tI: Tensor, keys: RowKeys | None) -> None:
+        """With dropout, what comes through W a second time is added: (l - 1) W^T g."""
         grad_down_1tR, *beyond_tO = kept
         if not beyond_tO and grad_x_tI.dtype == self._dtype:
             self._pair.add_back(grad_x_tI, grad_down_1tR)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -61,6 +62,8 @@ def hooks(dispatches: Sequence[Dispatch], *, plain: bool = False, grouping: Rule
     `grouping` says where modules of a kind run as one (`muxtune.peft.grouped`); the plain twin knows no such thing.
     """
     ordered = sorted(dispatches, key=lambda item: item.start)
+    assert all(item.start < item.stop for item in ordered), "dispatched rows overlap, or there are none"
+    assert all(one.stop <= other.start for one, other in pairwise(ordered)), "dispatched rows overlap"
     at_point: dict[str, list[Dispatch]] = {}
     for dispatch in ordered:
         for name in dispatch.adapter.modules:

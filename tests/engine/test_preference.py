@@ -14,12 +14,13 @@ from torch.nn import functional as F
 
 from muxtune.engine.engine import Engine
 from muxtune.engine.preference import compare
+from muxtune.engine.rounds import run_round
 from muxtune.engine.task import Sequences, Task, participant_of
 from muxtune.errors import DataError, StateError
 from muxtune.models import attention
 from muxtune.peft.dropout import keep_mask, row_keys
 from muxtune.peft.registry import build_adapter
-from muxtune.plan.legal import require_legal
+from muxtune.plan.legal import parts_pair, require_legal
 from muxtune.plan.round import Participant, derive_round
 from muxtune.plan.types import LossSpec, MicroBatch, RoundSchedule, SequenceRef, WorkItem
 from muxtune.spec.peft import Lora
@@ -32,6 +33,9 @@ from tests.tiny import tiny_model
 
 LORA = PairTrial("lora", Lora(r=4, lora_alpha=8), steps=5, seed=3)
 DROP = PairTrial("drop", Lora(r=4, lora_alpha=8, lora_dropout=0.3), batch=3, steps=4, beta=0.1, seed=4, chunk_tokens=40)
+# Chunks smaller than its pairs, and than most of its sequences.
+PARTED = PairTrial("parted", Lora(r=4, lora_alpha=8, lora_dropout=0.2), steps=5, seed=5, chunk_tokens=8)
+CHUNKS = {"lora": 60, "drop": 9, "dora": 16, "prefix": 10, "prompt": 12}
 
 
 def _reference(arch: str, trial: PairTrial) -> DpoResult:
@@ -79,7 +83,7 @@ def _ours(arch: str, trials: list[PairTrial], beside: bool) -> dict[str, tuple[O
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "mixed with sft"])
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_it_is_the_published_loss_on_transformers_and_peft(arch: str, beside: bool) -> None:
-    trials = [LORA, DROP]
+    trials = [LORA, DROP, PARTED]
     ours = _ours(arch, trials, beside) if beside else {t.name: _ours(arch, [t], False)[t.name] for t in trials}
     for trial in trials:
         theirs = _reference(arch, trial)
@@ -103,7 +107,7 @@ def mixed() -> dict[str, Outcome]:
 
 
 def _trial(name: str) -> PairTrial:
-    return PairTrial(name, TYPES[name], steps=2, batch=3, seed=len(name), chunk_tokens=60 if name == "lora" else None)
+    return PairTrial(name, TYPES[name], steps=2, batch=3, seed=len(name), chunk_tokens=CHUNKS.get(name))
 
 
 @pytest.mark.parametrize("name", [*TYPES, "sft"])
@@ -113,6 +117,32 @@ def test_alone_is_mixed_bit_for_bit(name: str, mixed: dict[str, Outcome]) -> Non
     assert torch.equal(alone.values, mixed[name].values)
     assert all(torch.equal(value, mixed[name].moments[key]) for key, value in alone.moments.items())
     assert (alone.steps[0].rewards is None) == (name == "sft")
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_parted_pair_is_the_whole_one(name: str) -> None:
+    """Steps and an evaluation, chunk budgets from one pass for all down to a few tokens."""
+    backbone, trial = backbone_of("llama", torch.float64), dataclasses.replace(_trial(name), steps=1)
+    found = []
+    with exact(torch.float64):
+        for chunk_tokens in (1000, 21, 6):
+            engine = Engine(backbone)
+            task = engine.attach(trial.job, Sequences(trial.examples, trial.examples[2:8]), chunk_tokens=chunk_tokens)
+            start = task.adapter.parameters.values
+            with torch.no_grad():  # somewhere else than at its start, where every margin is zero
+                start += 0.05 * torch.randn(start.shape, generator=torch.Generator().manual_seed(2), dtype=start.dtype)
+            task.adapter.refresh()
+            evaluated = run_round(engine, [task.validation_participant()], "eval").items(task.name)
+            (step,) = run(engine)[task.name]
+            found.append((task.adapter.parameters.values.clone(), step, evaluated))
+    values, whole, (one_pass,) = found[0]
+    for own_values, step, items in found[1:]:
+        assert step.loss == pytest.approx(whole.loss, rel=1e-10) and step.tokens == whole.tokens
+        assert step.accuracy == whole.accuracy and step.grad_norm == pytest.approx(whole.grad_norm, rel=1e-9)
+        assert float((own_values - values).norm()) <= 1e-9 * float(values.norm())
+        assert len(items) > 1 and sum(item.loss_sum for item in items) == pytest.approx(one_pass.loss_sum, rel=1e-10)
+        assert sum(item.correct for item in items) == one_pass.correct
+        assert sum(item.pairs.pairs for item in items if item.pairs) == 3
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -163,7 +193,7 @@ def test_every_split_gives_the_same_gradient_and_the_same_loss(dropout: float) -
     backbone = backbone_of("llama", torch.float64)
     trial = PairTrial("only", Lora(r=4, lora_dropout=dropout), batch=5)
     found = {}
-    for budget, chunks in {1000: 1, 70: 2, 1: 5}.items():
+    for budget, chunks in {1000: 1, 70: 2, 24: 16}.items():
         with exact(torch.float64):
             engine = Engine(backbone)
             task = attach(engine, dataclasses.replace(trial, chunk_tokens=budget))
@@ -208,7 +238,8 @@ def test_half_a_pair_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "message"), [((1, 2), "whole pairs"), ((0, 3), "whole pairs"), ((0,), "whole pairs"), ((0, 1), "known")]
+    ("places", "message"),
+    [((1, 2), "whole pairs"), ((0, 3), "whole pairs"), ((0,), "have been scored"), ((0, 1), "known")],
 )
 def test_a_schedule_that_parts_a_pair_or_knows_no_reference_is_refused(places: tuple[int, ...], message: str) -> None:
     engine = Engine(backbone_of())
@@ -254,6 +285,7 @@ def test_no_schedule_parts_a_pair(tasks: list[tuple[list[int], int, bool]], fuse
         trained = [ref for item in own if item.kind == "train" for ref in item.sequences]
         assert sorted({ref.index for ref in trained}) == indices
         if tasks[int(task)][2]:
-            assert len(trained) == len(indices) and not any(ref.cut for ref in trained)
-            assert all(len(item.sequences) % 2 == 0 for item in own)
+            whole = [item for item in own if not parts_pair(item)]
+            assert all(len(item.sequences) % 2 == 0 and not any(ref.cut for ref in item.sequences) for item in whole)
+            assert all(item.kind != "carry" for item in own)
             assert {item.loss for item in own} == {LossSpec(len(indices) // 2, "dpo", 0.5)}

@@ -62,3 +62,43 @@ def test_forward_and_then_back(actions: tuple[Action, ...]) -> None:
 def test_nothing_else(actions: tuple[Action, ...], message: str) -> None:
     with pytest.raises(StateError, match=message):
         require_legal(RoundSchedule(1, actions))
+
+
+def _half(kind: WorkKind, index: int, start: int = 0, length: int = 4, of: int | None = None) -> MicroBatch:
+    loss = LossSpec(2, "dpo", 0.1)
+    refs = (SequenceRef(index, length, start, of),)
+    return MicroBatch(0, 0, (WorkItem("one", kind, "one/data", refs, loss),))
+
+
+PARTED: tuple[Action, ...] = (
+    _half("score", 2, 0, of=7),
+    _half("score", 2, 4, 3, of=7),
+    _half("score", 3),
+    _half("train", 2, 4, 3, of=7),
+    _half("train", 2, 0, of=7),
+    _half("train", 3),
+    STEP,
+)
+COMPARED: tuple[Action, ...] = (_half("eval", 2, 0, of=7), _half("eval", 2, 4, 3, of=7), _half("eval", 3))
+
+
+@pytest.mark.parametrize("actions", [PARTED, COMPARED, (*COMPARED, *PARTED)])
+def test_a_parted_pair_is_scored_and_then_trains(actions: tuple[Action, ...]) -> None:
+    require_legal(RoundSchedule(1, actions))
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ((*PARTED[:2], *PARTED[3:]), "before both its sequences have been scored"),
+        ((PARTED[2], *PARTED[5:]), "before both its sequences have been scored"),
+        ((*PARTED[:3], PARTED[2], *PARTED[3:]), "scored twice"),
+        (COMPARED[:2], "half a pair is evaluated"),
+        (COMPARED[2:], "the chosen sequence comes first"),
+        ((MicroBatch(0, 0, (WorkItem("one", "score", "one/data", (SequenceRef(2, 4),)),)),), "only dpo is scored"),
+        ((_half("reference", 2),), "does not compare here"),
+    ],
+)
+def test_half_a_pair_is_worth_nothing(actions: tuple[Action, ...], message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        require_legal(RoundSchedule(1, actions))

@@ -168,10 +168,12 @@ def _print(estimates: Sequence[Estimate], finished: Sequence[str], admission: Ad
 
 def _memory(admission: Admission) -> str:
     states = sum(size.state_bytes for size in admission.sizes)
-    held = admission.process_bytes + admission.model.weights_bytes + states
+    carried = sum(size.carried_bytes for size in admission.sizes)
+    held = admission.process_bytes + admission.model.weights_bytes + states + carried
+    cut = f", keys and values of cut sequences {size_text(carried)}" if carried else ""
     return (
         f"{size_text(admission.peak_bytes)} of {size_text(admission.limit_bytes)}: "
-        f"base model {size_text(admission.model.weights_bytes)}, adapters {size_text(states)}, activations "
+        f"base model {size_text(admission.model.weights_bytes)}, adapters {size_text(states)}{cut}, activations "
         f"{size_text(admission.peak_bytes - held)} (up to {admission.fuse_tokens:,} tokens at once"
         f"{', computed twice to save memory' * admission.model.recompute}), "
         f"process {size_text(admission.process_bytes)}"
@@ -192,6 +194,7 @@ def _as_json(
             "base_model_bytes": admission.model.weights_bytes,
             "process_bytes": admission.process_bytes,
             "adapter_bytes": sum(size.state_bytes for size in admission.sizes),
+            "carried_bytes": sum(size.carried_bytes for size in admission.sizes),
             "fuse_tokens": admission.fuse_tokens,
             "recompute": admission.model.recompute,
         }

@@ -4,7 +4,7 @@
 
 The limit is the run's `memory_limit`, and never more than the machine has free. A micro-batch must hold at least the
 widest chunk of any job: as much of a batch as fills the chunk budget. A longer sequence is cut, and its keys and values
-and their gradient come on top (`muxtune.models.kv_carry`); only a pair is not. What is left above that
+and their gradient come on top (`muxtune.models.kv_carry`). What is left above that
 decides how many rows jobs may bring together (`fuse_tokens`). The numbers are estimates (`muxtune.models.memory`).
 
 A `memory_limit` that has no room for a job's chunks halves the job's chunk budget until they fit, or are tiny.
@@ -178,8 +178,7 @@ def _chunk_tokens(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, r
     """The job's chunk budget, where `room` is all that its adapter and activations may take."""
     job, (rows, seen) = prepared.job, _longest(prepared)
     budget = DEFAULT_CHUNK_TOKENS
-    least = _LEAST_CHUNK if job.group_size == 1 else job.group_size * rows
-    while room is not None and budget > least:
+    while room is not None and budget > _LEAST_CHUNK:
         held = _state_bytes(job, model, dtype) + _carried_bytes(job, model, rows, seen, budget)
         if model.activation_bytes(_widest(job, rows, budget), seen) <= room - held:
             break
@@ -188,20 +187,14 @@ def _chunk_tokens(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, r
 
 
 def _widest(job: JobSpec, rows: int, chunk_tokens: int) -> int:
-    """Rows of the largest chunk, where sequences have up to `rows`; a pair is never parted, others are cut."""
-    budget = max(chunk_tokens, job.peft.virtual_rows + 1)
-    group = job.group_size * rows
-    return (
-        min(budget, rows * job.effective_batch)
-        if group == rows
-        else max(group, min(budget, group * job.effective_batch))
-    )
+    """Rows of the largest chunk, where sequences have up to `rows`."""
+    return min(max(chunk_tokens, job.peft.virtual_rows + 1), job.group_size * rows * job.effective_batch)
 
 
 def _carried_bytes(job: JobSpec, model: Footprint, rows: int, seen: int, chunk_tokens: int) -> int:
-    """Of the longest sequence, where it is cut."""
-    cut = job.group_size == 1 and rows > max(chunk_tokens, job.peft.virtual_rows + 1)
-    return seen * model.position_bytes if cut else 0
+    """Of the longest sequence, or of both of a pair, where it is cut."""
+    cut = rows > max(chunk_tokens, job.peft.virtual_rows + 1)
+    return job.group_size * seen * model.position_bytes if cut else 0
 
 
 def _longest(prepared: PreparedJob) -> tuple[int, int]:

@@ -35,7 +35,11 @@ class CutSequences:
     def ran(self, item: WorkItem) -> None:
         """Give back the slots of the sequences whose last pass this was."""
         for ref in item.sequences:
-            last = ref.start == 0 if item.kind == "train" else item.kind != "carry" and ref.stop == ref.whole
+            last = (
+                ref.start == 0
+                if item.kind == "train"
+                else item.kind not in ("carry", "score") and ref.stop == ref.whole
+            )
             if ref.cut and last:
                 self.carry.close(self._slots.pop((item.task, item.source, ref.index)))
 

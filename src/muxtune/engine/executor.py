@@ -29,7 +29,7 @@ from muxtune.engine.failure import PassError, brief
 from muxtune.engine.head import hooked_rows
 from muxtune.engine.limits import Ids, require_known
 from muxtune.engine.packing import ItemRows, PackedBatch, gathered, pack
-from muxtune.engine.preference import Comparison, compare
+from muxtune.engine.preference import Comparison, Ledger, compare, compare_part
 from muxtune.engine.references import References
 from muxtune.engine.task import Task
 from muxtune.errors import StateError
@@ -41,7 +41,7 @@ from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import RowKeys, row_keys
 from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.multiplex import hooks
-from muxtune.plan.legal import require_legal
+from muxtune.plan.legal import parts_pair, require_legal
 from muxtune.plan.types import (
     Action,
     ActionRecord,
@@ -80,6 +80,7 @@ class Executor:
         self._recompute = recompute
         self._grouping = grouping
         self._cut = CutSequences()
+        self._scored = Ledger()
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run every action in order.
@@ -103,6 +104,7 @@ class Executor:
             raise PassError(brief(error), record) from error
         finally:
             self._cut.drop()
+            self._scored.drop()
         return RoundRecord(schedule, tuple(records), time.perf_counter() - began)
 
     def _run(self, index: int, action: Action, began: float) -> ActionRecord:
@@ -228,8 +230,15 @@ class Executor:
 
     def _comparison(self, rows: ItemRows, logprob_n: npt.NDArray[np.float64]) -> Comparison:
         assert rows.item.loss is not None
-        held = [self._references.value(rows.item.source, ref.index) for ref in rows.item.sequences]
-        return compare(logprob_n, rows.counts, [value for value in held if value is not None], rows.item.loss)
+        item = rows.item
+        indices = [ref.index for ref in item.sequences]
+        if parts_pair(item):
+            indices = [indices[0] & ~1, indices[0] | 1]
+        held = [self._references.value(item.source, index) for index in indices]
+        references = [value for value in held if value is not None]
+        if parts_pair(item):
+            return compare_part(item, self._scored.pair(item), len(logprob_n), references, rows.item.loss)
+        return compare(logprob_n, rows.counts, references, rows.item.loss)
 
     def _outcomes(self, packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:
         """Per item, summed in float64 in the order of its tokens, so that no co-runner can change a bit."""
@@ -237,7 +246,9 @@ class Executor:
         outcomes = []
         for rows in packed.items:
             item, own = rows.item, slice(rows.first, rows.last)
-            if item.kind == "carry":
+            if _compares(item) and parts_pair(item) and item.kind != "train":
+                self._scored.add(item, logprob_N[own])
+            if item.kind in ("carry", "score"):
                 continue  # it comes to nothing by itself: its tokens are counted when they train
             loss_sum, correct, pairs = float(-logprob_N[own].sum()), int(correct_N[own].sum()), None
             if _compares(item):
@@ -251,7 +262,7 @@ class Executor:
     def _keys(self, rows: ItemRows) -> RowKeys | None:
         assert rows.item.task is not None
         task = self._tasks[rows.item.task]
-        if rows.item.kind not in ("train", "carry") or not task.adapter.stochastic:
+        if rows.item.kind not in ("train", "carry", "score") or not task.adapter.stochastic:
             return None
         return row_keys(task.job.seed, task.step, rows.example_t, rows.position_t, self._backbone.device)
 

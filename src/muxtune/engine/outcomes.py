@@ -44,5 +44,5 @@ def _ran(record: RoundRecord) -> Iterator[tuple[WorkItem, ItemOutcome]]:
     for done in record.actions:
         action = record.schedule.actions[done.action]
         if isinstance(action, MicroBatch):
-            told = [item for item in action.items if item.kind != "carry"]
+            told = [item for item in action.items if item.kind not in ("carry", "score")]
             yield from zip(told, done.items, strict=True)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from muxtune.plan.types import LossSpec, PairSums
+from muxtune.plan.types import LossSpec, PairSums, WorkItem
 
 Floats = npt.NDArray[np.float64]
 
@@ -52,6 +52,46 @@ def compare(logprob_n: Floats, counts: Sequence[int], references: Sequence[float
         weights += [weight, -weight]
     sums = PairSums(len(rewards) // 2, sum(rewards[::2]), sum(rewards[1::2]))
     return Comparison(loss_sum, preferred, sums, np.repeat(np.array(weights, np.float64), counts))
+
+
+class Ledger:
+    """Sums of log-probabilities of the sequences of parted pairs, as their passes run. What is evaluated meanwhile is
+    another matter than what is scored to train."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str | None, str, int, bool], float] = {}
+
+    def add(self, item: WorkItem, logprob_n: Floats) -> None:
+        """Those of an item's one sequence, or of a piece of it."""
+        (ref,) = item.sequences
+        key = self._key(item, ref.index)
+        self._sums[key] = self._sums.get(key, 0.0) + float(logprob_n.sum())
+
+    def pair(self, item: WorkItem) -> tuple[float, float]:
+        """Of both sequences of the item's pair, chosen and rejected; 0 of one that has not begun."""
+        chosen = item.sequences[0].index & ~1
+        first, second = (self._sums.get(self._key(item, index), 0.0) for index in (chosen, chosen + 1))
+        return first, second
+
+    def drop(self) -> None:
+        self._sums.clear()
+
+    @staticmethod
+    def _key(item: WorkItem, index: int) -> tuple[str | None, str, int, bool]:
+        return item.task, item.source, index, item.kind == "eval"
+
+
+def compare_part(
+    item: WorkItem, sums: tuple[float, float], count: int, references: Sequence[float], loss: LossSpec
+) -> Comparison:
+    """What an item of a parted pair comes to: `sums` and `references` are of its chosen and rejected sequence, `count`
+    its own trained tokens. The pair counts in one of its items only (`muxtune.plan.types`)."""
+    (ref,) = item.sequences
+    whole = compare(np.array(sums), (1, 1), references, loss)
+    weight_n = np.full(count, whole.weight_n[ref.index % 2])
+    if ref.stop == ref.whole and ref.index % 2 == (0 if item.kind == "train" else 1):
+        return replace(whole, weight_n=weight_n)
+    return Comparison(0.0, 0, PairSums(), weight_n)
 
 
 def sequence_sums(logprob_n: Floats, counts: Sequence[int]) -> list[float]:

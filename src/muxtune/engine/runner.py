@@ -20,7 +20,8 @@ from muxtune.engine.failure import Raised, brief
 from muxtune.engine.rounds import Parted, Round, run_round
 from muxtune.engine.task import Task
 from muxtune.errors import MuxTuneError
-from muxtune.plan.types import ItemOutcome, PairSums, StepOutcome
+from muxtune.plan.round import Participant
+from muxtune.plan.types import ItemOutcome, PairSums, RoundRecord, StepOutcome, WorkKind
 from muxtune.spec.event import EvalResult, Rewards, RunEvent, StepResult, TaskEvent
 from muxtune.spec.status import JobStatus
 
@@ -41,6 +42,7 @@ class Runner:
     folders: where each task writes, by name; a task without one writes nothing.
     stop: asked before each round; true ends the run after saving a checkpoint of every task.
     sampler: asked for replies to a job's `sample_prompts` whenever the task is evaluated, or at its end.
+    trace: handed the record of everything that is executed.
     clock: seconds, monotonic.
     """
 
@@ -51,12 +53,14 @@ class Runner:
         folders: Mapping[str, Folder] | None = None,
         stop: Callable[[], bool] = lambda: False,
         sampler: Sampler = lambda task: (),
+        trace: Callable[[RoundRecord], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._folders = folders or {}
         self._stop = stop
         self._sampler = sampler
+        self._trace = trace
         self._clock = clock
         self._saved_at = {name: clock() for name in engine.tasks}
         self.interrupted = False
@@ -84,8 +88,14 @@ class Runner:
                 task.become(JobStatus.RUNNING)
                 yield TaskEvent("resumed" if task.step else "started", task.name, task.step)
             if participants := self._participants():
-                yield from self._after(run_round(self._engine, [task.participant() for task in participants]))
+                yield from self._after(self._run([task.participant() for task in participants]))
         yield from self._set_aside()
+
+    def _run(self, participants: Sequence[Participant], kind: WorkKind = "train") -> Round:
+        found = run_round(self._engine, participants, kind)
+        for record in (*found.referred, *found.records):
+            self._trace(record)
+        return found
 
     def _tasks(self) -> list[Task]:
         return list(self._engine.tasks.values())
@@ -135,7 +145,7 @@ class Runner:
     def _evaluate(self, tasks: Sequence[Task]) -> Iterator[RunEvent]:
         if not tasks:
             return
-        found = run_round(self._engine, [task.validation_participant() for task in tasks], "eval")
+        found = self._run([task.validation_participant() for task in tasks], "eval")
         for task in tasks:
             if task.name not in found.raised:
                 yield eval_result(task, found.items(task.name))

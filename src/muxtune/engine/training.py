@@ -36,6 +36,7 @@ from muxtune.engine.local import LocalEngine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task import Task
 from muxtune.engine.task_folder import Origin, TaskFolder, holds_run, load_checkpoint, read_origin, status_of
+from muxtune.engine.trace_file import TraceFile
 from muxtune.errors import ConfigError, MuxTuneError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import footprint, memory_here
@@ -216,7 +217,9 @@ class TrainingRun:
             prompts = task.job.sample_prompts
             return list(zip(prompts, engine.generate([(task, prompt) for prompt in prompts]), strict=True))
 
-        yield from Runner(engine, folders=folders, stop=self.stop, sampler=sample).run()
+        with TraceFile.begin(Path(run.output_dir)) as trace:
+            runner = Runner(engine, folders=folders, stop=self.stop, sampler=sample, trace=trace.append)
+            yield from runner.run()
 
     def _fail(self, failures: list[Failure]) -> Iterator[TaskEvent]:
         """Events hold an error's message only: its full text may clip an example."""

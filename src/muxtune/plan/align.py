@@ -6,8 +6,8 @@ which is packed like a whole sequence. To train, a cut sequence takes several pa
 earlier pieces go forward, then its tail trains, then the earlier pieces train from the last to the first. Two tails
 never share a chunk, so that the keys and values of one cut sequence are all that a task holds.
 
-A *group* (in dpo, the two sequences of a pair) stays together, and is not cut: one longer than the budget makes a chunk
-by itself.
+A *group* (in dpo, the two sequences of a pair) stays together. The loss of one that does not fit into a chunk is not
+known before all of it has gone forward, so all its pieces are carried first, the last ones too; it shares no chunk.
 
 The split depends on the task's lengths and budget alone - co-runners decide when a chunk runs, never what is in it
 (design contract 1). Cost: n log n for the order, and n times the number of chunks.
@@ -37,8 +37,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The pieces of one pass, which trains them - or, to "carry", only leaves their keys and values behind. Where
-    nothing is to train, "train" is whatever is to be done."""
+    """The pieces of one pass, which trains them - or, to "carry", only goes forward. Where nothing is to
+    train, "train" is whatever is to be done."""
 
     kind: StepKind
     pieces: tuple[Piece, ...]
@@ -60,6 +60,8 @@ class _Unit:
     def rows(self) -> int:
         return sum(piece.rows for piece in self.packed)
 
+    alone: bool = False  # whether `packed` shares its chunk with nothing
+
     @property
     def cut(self) -> bool:
         return bool(self.before or self.after)
@@ -77,7 +79,7 @@ def align(lengths: Sequence[int], budget: int, *, group: int = 1, forward: bool 
 
     Args:
         lengths: rows of each sequence, all of which count; `group` neighbours form a group.
-        budget: rows of a chunk, at least 1; a group of several may be larger.
+        budget: rows of a chunk, at least 1.
         forward: whether nothing is to train: every piece then runs once, from the first on.
     """
     assert budget > 0 and len(lengths) % group == 0, (budget, len(lengths), group)
@@ -93,14 +95,17 @@ def align(lengths: Sequence[int], budget: int, *, group: int = 1, forward: bool 
 
 
 def _unit(places: Sequence[int], lengths: Sequence[int], budget: int, forward: bool) -> _Unit:
-    if len(places) > 1:
-        return _Unit(tuple(Piece(place, 0, lengths[place]) for place in places))
-    pieces = _cut(places[0], lengths[places[0]], budget)
-    others = pieces[:-1]
+    cut = [_cut(place, lengths[place], budget) for place in places]
+    onwards = [piece for pieces in cut for piece in pieces]
+    if sum(lengths[place] for place in places) <= budget:
+        return _Unit(tuple(onwards))
+    grouped = len(places) > 1
     if forward:
-        return _Unit((pieces[-1],), tuple(Chunk("train", (piece,)) for piece in others))
-    before = tuple(Chunk("carry", (piece,)) for piece in others)
-    return _Unit((pieces[-1],), before, tuple(Chunk("train", (piece,)) for piece in reversed(others)))
+        return _Unit((onwards[-1],), tuple(Chunk("train", (piece,)) for piece in onwards[:-1]), alone=grouped)
+    backwards = [piece for pieces in cut for piece in reversed(pieces)]
+    before = tuple(Chunk("carry", (piece,)) for piece in (onwards if grouped else onwards[:-1]))
+    after = tuple(Chunk("train", (piece,)) for piece in backwards[1:])
+    return _Unit((backwards[0],), before, after, alone=grouped)
 
 
 def _cut(place: int, length: int, budget: int) -> list[Piece]:
@@ -115,11 +120,11 @@ def _packed(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
     for index in sorted(range(len(units)), key=lambda index: -units[index].rows):
         unit = units[index]
         fitting = (held for held in bins if held.rows + unit.rows <= budget and not (held.cut and unit.cut))
-        found = next(fitting, None)
+        found = next(fitting, None) if not unit.alone else None
         if found is None:
             found = _Bin(0, False, [])
             bins.append(found)
-        found.rows += unit.rows
+        found.rows += budget if unit.alone else unit.rows
         found.cut |= unit.cut
         found.units.append(index)
     return [[units[index] for index in sorted(held.units)] for held in sorted(bins, key=lambda held: min(held.units))]

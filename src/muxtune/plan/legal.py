@@ -19,17 +19,21 @@ from muxtune.plan.types import LossSpec, MicroBatch, OptimStep, RoundSchedule, S
 _PASS_OF = {
     "train": "train",
     "carry": "forward-only",
+    "score": "forward-only",
     "eval": "forward-only",
     "reference": "forward-only",
     "decode": "decode",
 }
 
 
+_Half = tuple[str | None, str, int, bool]
+
+
 def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> None:
     """Raises StateError for the first rule broken. `pending`: tasks that have a gradient from earlier schedules."""
     losses: dict[str, LossSpec] = {}
     with_gradient, stepped = set(pending), set[str]()
-    cuts = _Cuts({})
+    cuts, parted = _Cuts({}), _Parted({})
     for action in schedule.actions:
         if isinstance(action, OptimStep):
             _require(action.task in with_gradient, "has no gradient to apply", action.task)
@@ -41,6 +45,7 @@ def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> Non
         _require_one_pass(action)
         for item in action.items:
             cuts.run(item)
+            parted.run(item)
             if item.kind == "train":
                 task, loss = _trained(item)
                 _require(task not in stepped, "trains again after its optimizer step", task)
@@ -48,6 +53,7 @@ def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> Non
                 _require(loss == agreed, "has two losses or denominators for one optimizer step", task)
                 with_gradient.add(task)
     cuts.require_done()
+    parted.require_done()
 
 
 def _require_one_pass(batch: MicroBatch) -> None:
@@ -59,8 +65,12 @@ def _require_one_pass(batch: MicroBatch) -> None:
         _require(bool(item.sequences), "an item has no sequences", item.source)
         _require(all(ref.length > 0 for ref in item.sequences), "a sequence has no tokens", item.source)
         if item.loss is not None and item.loss.kind == "dpo":
-            _require(item.kind in ("train", "eval") and item.loss.beta > 0, "dpo without a beta", item.source)
-            _require(_whole_pairs(item), "dpo goes by whole pairs, the chosen one first", item.source)
+            _require(item.kind in ("train", "score", "eval"), "dpo does not compare here", item.source)
+            _require(item.loss.beta > 0, "dpo without a beta", item.source)
+            whole = _whole_pairs(item) and item.kind != "score"
+            _require(whole or parts_pair(item), "dpo goes by whole pairs, the chosen one first", item.source)
+        else:
+            _require(item.kind != "score", "only dpo is scored", item.source)
     if passes == {"decode"}:
         slots = [ref.index for item in batch.items for ref in item.sequences]
         _require(len({item.source for item in batch.items}) == 1, "a decode micro-batch has one source")
@@ -75,6 +85,11 @@ def _whole_pairs(item: WorkItem) -> bool:
     places = [ref.index for ref in item.sequences]
     chosen, rejected = places[::2], places[1::2]
     return all(place % 2 == 0 for place in chosen) and [place + 1 for place in chosen] == rejected
+
+
+def parts_pair(item: WorkItem) -> bool:
+    """Whether a dpo item holds one sequence, or a piece of it, of a pair that is not in one pass."""
+    return len(item.sequences) == 1
 
 
 def _trained(item: WorkItem) -> tuple[str, LossSpec]:
@@ -125,10 +140,43 @@ class _Cuts:
             untouched = cut.owing == ref.whole
             _require(untouched and ref.start == cut.held, "pieces go forward from the first to the last", where)
             cut.held = ref.stop
-        if cut.owing == 0 or (item.kind not in ("train", "carry") and cut.held == ref.whole):
+        if cut.owing == 0 or (item.kind not in ("train", "carry", "score") and cut.held == ref.whole):
             del self.open[key]
 
     def require_done(self, task: str | None = None) -> None:
         """Of one task, or of all."""
         for owner, source, index in self.open:
             _require(task is not None and task != owner, "a cut sequence is not done", f"{source}[{index}]")
+
+
+@dataclass(slots=True)
+class _Parted:
+    """The sequences of parted pairs, by (task, source, index, whether it is evaluated): how many of their tokens have
+    been scored or evaluated, of how many."""
+
+    seen: dict[_Half, tuple[int, int]]
+
+    def run(self, item: WorkItem) -> None:
+        if item.loss is None or item.loss.kind != "dpo" or not parts_pair(item):
+            return
+        (ref,) = item.sequences
+        evaluated, where = item.kind == "eval", f"{item.source}[{ref.index}]"
+        key, other = ((item.task, item.source, index, evaluated) for index in (ref.index, ref.index ^ 1))
+        if item.kind == "train":
+            known = self._done(key) and self._done(other)
+            _require(known, "a parted pair trains before both its sequences have been scored", where)
+            return
+        tokens = self.seen.get(key, (0, ref.whole))[0] + ref.length
+        _require(tokens <= ref.whole, "a sequence is scored twice", where)
+        self.seen[key] = (tokens, ref.whole)
+        if evaluated:
+            self.seen.setdefault(other, (0, 1))
+            _require(ref.index % 2 == 0 or self._done(other), "the chosen sequence comes first", where)
+
+    def _done(self, key: _Half) -> bool:
+        tokens, whole = self.seen.get(key, (0, 1))
+        return tokens == whole
+
+    def require_done(self) -> None:
+        for key in self.seen:
+            _require(not key[3] or self._done(key), "half a pair is evaluated", f"{key[1]}[{key[2]}]")

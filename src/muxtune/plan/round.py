@@ -114,7 +114,7 @@ def _padded_rows(members: Sequence[Participant]) -> int:
 
 def _item(member: Participant, chunk: int, kind: WorkKind) -> WorkItem:
     if chunk in member.carried:
-        return WorkItem(member.task, "carry", member.source, member.chunks[chunk])
-    compares = kind == "train" or (kind == "eval" and member.loss == "dpo")
+        kind = "score" if member.loss == "dpo" else "carry"
+    compares = kind in ("train", "score") or (kind == "eval" and member.loss == "dpo")
     loss = LossSpec(member.denominator, member.loss, member.beta) if compares else None
     return WorkItem(member.task, kind, member.source, member.chunks[chunk], loss)

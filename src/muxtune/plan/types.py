@@ -8,7 +8,10 @@ vocabulary.
 
 A sequence may be cut into pieces, each in a pass of its own. To train, its pieces first go forward from the first on
 ("carry": keys and values stay behind, nothing else; the last piece need not), and then train from the last to the
-first. An eval or reference goes through them once, from the first to the last.
+first. An eval or reference goes through them once, from the first to the last. A pair of dpo that is not in one pass is
+parted into items of one sequence or piece each; to train, all of it goes forward first ("score": its log-probabilities
+stay behind as well), and a pair counts where the last token of its chosen sequence trains, or of its rejected one is
+evaluated.
 
 Legal schedules: the items of one `MicroBatch` either all train or all only go forward; a task has at most one item in
 a micro-batch; an `OptimStep` comes after the task's last train item; a task's items keep the task's own order; a cut
@@ -20,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WorkKind = Literal["train", "carry", "eval", "reference", "decode"]
+WorkKind = Literal["train", "carry", "score", "eval", "reference", "decode"]
 LossKind = Literal["sft", "dpo"]
 
 
@@ -59,7 +62,8 @@ class LossSpec:
         dpo     of -log sigmoid(m) over pairs; the denominator counts these
                 m = beta ((log p - log q)(chosen) - (log p - log q)(rejected)), q the bare backbone
 
-    A dpo item's sequences are whole pairs: an even index of the source, the chosen response, then the next one.
+    A dpo item's sequences are whole pairs - an even index of the source, the chosen response, then the next one - or it
+    holds one sequence, or a piece of it, of a parted pair.
     """
 
     denominator: int

@@ -1,0 +1,84 @@
+"""`muxtune trace`: what a run's passes were made of, round by round, from the records it keeps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from muxtune.cli.terminal import console, grid, print_json
+from muxtune.errors import StateError
+
+if TYPE_CHECKING:
+    from muxtune.plan.types import RoundRecord
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run.", show_default=False)]
+Last = Annotated[int, typer.Option("-n", "--last", metavar="N", min=1, help="How many of the newest rounds to list.")]
+Json = Annotated[bool, typer.Option("--json", help="The totals as JSON.")]
+
+
+def trace(run: Run, last: Last = 20, as_json: Json = False) -> None:
+    """Show the rounds of a run: passes, rows, and what part of the rows was no token."""
+    from muxtune.engine.trace_file import read_traces
+
+    records = list(read_traces(Path(run)))
+    if not records:
+        raise StateError("no rounds are recorded here", where=run, hint="give the output_dir of a run")
+    if as_json:
+        print_json(_totals(records))
+        return
+    _show(records, last)
+
+
+def _totals(records: Sequence[RoundRecord]) -> dict[str, float | int]:
+    rows, tokens = sum(record.rows for record in records), sum(record.tokens for record in records)
+    return {
+        "rounds": len(records),
+        "passes": sum(_passes(record) for record in records),
+        "steps": sum(_steps(record) for record in records),
+        "rows": rows,
+        "tokens": tokens,
+        "ineffective": 1 - tokens / rows if rows else 0.0,
+        "wall_s": sum(record.wall_s for record in records),
+    }
+
+
+def _passes(record: RoundRecord) -> int:
+    return sum(action.rows > 0 for action in record.actions)
+
+
+def _steps(record: RoundRecord) -> int:
+    return sum(action.step is not None for action in record.actions)
+
+
+def _kinds(record: RoundRecord) -> str:
+    from muxtune.plan.types import MicroBatch
+
+    passes = [action for action in record.schedule.actions if isinstance(action, MicroBatch)]
+    return "+".join(sorted({item.kind for action in passes for item in action.items}))
+
+
+def _show(records: Sequence[RoundRecord], last: int) -> None:
+    table = grid("round", "what", "passes", "widest", "rows", "tokens", "unused", "steps", "s")
+    for record in records[-last:]:
+        unused = 1 - record.tokens / record.rows if record.rows else 0.0
+        table.add_row(
+            str(record.schedule.round),
+            _kinds(record),
+            str(_passes(record)),
+            str(max((action.rows for action in record.actions), default=0)),
+            str(record.rows),
+            str(record.tokens),
+            f"{unused:.1%}",
+            str(_steps(record)),
+            f"{record.wall_s:.2f}",
+        )
+    console(sys.stdout).print(table, soft_wrap=True)
+    totals = _totals(records)
+    print(
+        f"{totals['rounds']} rounds, {totals['passes']} passes, {totals['steps']} optimizer steps, "
+        f"{totals['rows']:,} rows, {totals['ineffective']:.1%} of them no token, {totals['wall_s']:.1f} s"
+    )

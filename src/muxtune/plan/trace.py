@@ -1,0 +1,91 @@
+"""The trace of a run: its `RoundRecord`s as lines of JSON, in the schedule's own vocabulary.
+
+A line is one executed schedule: what it said and what ran when, times in seconds since that round began. Fields that
+have their default are left out, and numbers that are not finite are null. Log-probabilities are not kept: one number a
+token would make the trace larger than the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from muxtune.plan.types import (
+    Action,
+    ActionRecord,
+    ItemOutcome,
+    LossSpec,
+    MicroBatch,
+    OptimStep,
+    PairSums,
+    RoundRecord,
+    RoundSchedule,
+    SequenceRef,
+    StepOutcome,
+    WorkItem,
+)
+
+
+def to_line(record: RoundRecord) -> str:
+    """One line, its end included."""
+    return json.dumps(_plain(record), separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def from_line(line: str) -> RoundRecord:
+    """What `to_line` wrote, but for log-probabilities. Raises ValueError for anything else."""
+    try:
+        found = json.loads(line)
+        schedule = RoundSchedule(found["schedule"]["round"], tuple(map(_action, found["schedule"]["actions"])))
+        return RoundRecord(schedule, tuple(map(_action_record, found.get("actions", ()))), found["wall_s"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not the record of a round: {error}") from None
+
+
+def _plain(value: object) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _plain(own)
+            for field in dataclasses.fields(value)
+            if field.name != "logprobs" and (own := getattr(value, field.name)) != field.default
+        }
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _action(found: Mapping[str, Any]) -> Action:
+    if "items" not in found:
+        return OptimStep(**found)
+    items = tuple(
+        WorkItem(
+            item.get("task"),
+            item["kind"],
+            item["source"],
+            tuple(SequenceRef(**ref) for ref in item["sequences"]),
+            LossSpec(**item["loss"]) if "loss" in item else None,
+        )
+        for item in found["items"]
+    )
+    return MicroBatch(**{**found, "items": items})
+
+
+def _action_record(found: Mapping[str, Any]) -> ActionRecord:
+    items = tuple(_outcome(item) for item in found.get("items", ()))
+    step = found.get("step")
+    return ActionRecord(**{**found, "items": items, "step": StepOutcome(**_measured(step)) if step else None})
+
+
+def _outcome(found: Mapping[str, Any]) -> ItemOutcome:
+    return ItemOutcome(**{"task": None, **_measured(found)})
+
+
+def _measured(found: Mapping[str, Any]) -> dict[str, Any]:
+    """With what was not a number one again, and pairs as they were."""
+    made = {key: math.nan if value is None and key != "task" else value for key, value in found.items()}
+    if isinstance(pairs := found.get("pairs"), dict):
+        rewards = {key: math.nan if value is None else value for key, value in pairs.items() if key != "pairs"}
+        made["pairs"] = PairSums(pairs.get("pairs", 0), **rewards)
+    return made

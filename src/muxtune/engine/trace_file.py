@@ -38,6 +38,7 @@ class TraceFile:
             return cls(path, None)
 
     def append(self, record: RoundRecord) -> None:
+        """Write one line."""
         if self._file is None:
             return
         try:

@@ -76,6 +76,14 @@ def test_the_plain_twin_cuts_as_well() -> None:
     assert plain_loss == pytest.approx(loss, rel=1e-11) and torch.allclose(plain_gradient, gradient, rtol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["lora", "prefix", "prompt"])
+def test_with_recomputation_to_the_same_bits(name: str) -> None:
+    backbone = backbone_of("llama")
+    loss, gradient = _gradient(backbone, SPECS[name], 16)
+    again_loss, again = _gradient(backbone, SPECS[name], 16, recompute=True)
+    assert again_loss == loss and torch.equal(again, gradient)
+
+
 TRIALS = (
     Trial("cut", [60, 9, 37, 3] * 2, r=4, chunk_tokens=16, seed=1),
     Trial("dropped", [50, 41, 20], batch=3, r=8, dropout=0.3, chunk_tokens=20, seed=2),

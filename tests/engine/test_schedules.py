@@ -1,4 +1,4 @@
-"""Whatever legal schedule brings a task's chunks in their order, the task gets the same bits."""
+"""Whatever legal schedule brings a task's chunks in their order, recomputed or not, the task gets the same bits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_any_legal_schedule_gives_the_bits_of_the_sequential_one(batches: list[l
         items = [waiting[name].pop(0) for name in names]
         for kind in ("carry", "train"):  # a pass trains or it does not
             if own := tuple(item for item in items if item.kind == kind):
-                actions.append(MicroBatch(0, len(actions), own))
+                again = kind == "train" and data.draw(st.booleans())  # recomputed, or not
+                actions.append(MicroBatch(0, len(actions), own, recompute=again))
         due += [name for name in names if not waiting[name]]
         while due and data.draw(st.booleans()):  # a step may come at once or as late as one likes
             actions.append(OptimStep(due.pop()))

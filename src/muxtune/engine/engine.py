@@ -75,6 +75,7 @@ class Engine:
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
         self.fuse_tokens = fuse_tokens
+        self.recompute = recompute
         self._chunk_tokens = chunk_tokens
         self.references = references or References()
         self._executor = Executor(
@@ -83,7 +84,6 @@ class Engine:
             self.sources,
             self.references,
             plain=plain,
-            recompute=recompute,
             grouping=grouping,
         )
         self._rounds = 0
@@ -168,7 +168,17 @@ class Engine:
     def schedule(self, participants: Sequence[Participant], kind: WorkKind = "train") -> RoundSchedule:
         """A round of these participants under the engine's policy."""
         self._rounds += 1
-        return derive_round(self._rounds, participants, policy=self.policy, fuse_tokens=self.fuse_tokens, kind=kind)
+        return self._derive(self._rounds, participants, kind)
+
+    def _derive(self, number: int, participants: Sequence[Participant], kind: WorkKind) -> RoundSchedule:
+        return derive_round(
+            number,
+            participants,
+            policy=self.policy,
+            fuse_tokens=self.fuse_tokens,
+            kind=kind,
+            recompute=self.recompute,
+        )
 
     def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:
         """Compute what the dpo tasks among them will be compared with; None where all of it is known.
@@ -186,7 +196,7 @@ class Engine:
         sequences = list(wanted.values())
         chunks, _ = aligned(range(len(sequences)), list(map(len, sequences)), self.fuse_tokens, forward=True)
         lone = [Participant(None, _REFERENCE, chunks)]
-        schedule = derive_round(0, lone, policy=self.policy, fuse_tokens=self.fuse_tokens, kind="reference")
+        schedule = self._derive(0, lone, "reference")
         with self.lending({_REFERENCE: sequences}):
             record = self.execute(schedule)
         logprob_n = np.array(merged(record, None, sequences).logprobs, np.float64)
@@ -218,7 +228,7 @@ class Engine:
 
     def _drive(self, batches: Mapping[Task | str, Sequence[TokenSequence]], kind: WorkKind) -> dict[str, ItemOutcome]:
         inboxes, participants = self._inboxes(batches, kind)
-        schedule = derive_round(0, participants, policy=self.policy, fuse_tokens=self.fuse_tokens, kind=kind)
+        schedule = self._derive(0, participants, kind)
         passes = tuple(action for action in schedule.actions if not isinstance(action, OptimStep))
         with self.lending(inboxes):
             if kind == "train":

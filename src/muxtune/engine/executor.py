@@ -58,8 +58,7 @@ Source = Sequence[TokenSequence] | DecodeSource
 
 class Executor:
     """Args: `tasks`, `sources`, `references` are read at each execute; `plain` selects the twin of every fast path;
-    `recompute` runs each block again in the backward pass instead of keeping its activations; `grouping` says where
-    adapters of a kind run as one."""
+    `grouping` says where adapters of a kind run as one."""
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class Executor:
         references: References,
         *,
         plain: bool = False,
-        recompute: bool = False,
         grouping: Rule = measured,
     ) -> None:
         self._backbone = backbone
@@ -77,7 +75,6 @@ class Executor:
         self._sources = sources
         self._references = references
         self._plain = plain
-        self._recompute = recompute
         self._grouping = grouping
         self._cut = CutSequences()
         self._scored = Ledger()
@@ -162,7 +159,7 @@ class Executor:
         }
         adapters = {item.task: self._tasks[item.task].adapter for item in batch.items if item.task is not None}
         packed = pack(batch, sources, adapters, self._cut, self._backbone.device, self._precision)
-        losses = self._train(packed) if batch.trains else self._forward(packed)
+        losses = self._train(packed, batch.recompute) if batch.trains else self._forward(packed)
         for item in batch.items:
             self._cut.ran(item)
         outcomes = tuple(self._outcomes(packed, losses))
@@ -175,9 +172,9 @@ class Executor:
     def _precision(self) -> torch.dtype:
         return torch.promote_types(self._backbone.dtype, torch.float32)
 
-    def _train(self, packed: PackedBatch) -> TokenLosses:
+    def _train(self, packed: PackedBatch, recompute: bool) -> TokenLosses:
         with torch.enable_grad():
-            rows_ND = self._predicting_rows(packed)
+            rows_ND = self._predicting_rows(packed, recompute)
         losses = self._losses(rows_ND.detach(), self._weighed(rows_ND.detach(), packed))
         assert losses.grad_ND is not None
         if rows_ND.requires_grad:  # else nothing below the head is trained
@@ -188,7 +185,7 @@ class Executor:
     def _forward(self, packed: PackedBatch) -> TokenLosses:
         return self._losses(self._predicting_rows(packed), packed)
 
-    def _predicting_rows(self, packed: PackedBatch) -> Tensor:
+    def _predicting_rows(self, packed: PackedBatch, recompute: bool = False) -> Tensor:
         dispatches = [
             Dispatch(rows.start, rows.stop, self._tasks[rows.item.task].adapter, self._keys(rows))
             for rows in packed.items
@@ -197,7 +194,7 @@ class Executor:
         rows = packed.rows
         hooked = hooks(dispatches, plain=self._plain, grouping=self._grouping)
         current = Pass(AttentionContext(rows.segments, self._cut.carry), hooked, rows.given)
-        hidden_TD = self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=self._recompute)
+        hidden_TD = self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=recompute)
         return hidden_TD[packed.predict_N]
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:

@@ -60,7 +60,13 @@ class Participant:
 
 
 def derive_round(
-    number: int, participants: Sequence[Participant], *, policy: Policy, fuse_tokens: int, kind: WorkKind = "train"
+    number: int,
+    participants: Sequence[Participant],
+    *,
+    policy: Policy,
+    fuse_tokens: int,
+    kind: WorkKind = "train",
+    recompute: bool = False,
 ) -> RoundSchedule:
     """One optimizer step of each participant (or, for a forward-only `kind`, one pass over its chunks)."""
     actions: list[Action] = []
@@ -68,7 +74,8 @@ def derive_round(
         for number_in_htask, running in enumerate(_passes(members)):
             items = tuple(_item(member, chunk, kind) for member, chunk in running)
             width = max(member.longest(chunk) for member, chunk in running) if policy == "padded" else 0
-            actions.append(MicroBatch(htask, number_in_htask, items, width))
+            trains = any(item.kind == "train" for item in items)
+            actions.append(MicroBatch(htask, number_in_htask, items, width, recompute and trains))
             if kind == "train":
                 done = [member for member, chunk in running if chunk == len(member.chunks) - 1]
                 actions.extend(OptimStep(member.task) for member in done if member.task is not None)

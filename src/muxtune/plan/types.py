@@ -91,13 +91,15 @@ class MicroBatch:
     """One pass of the backbone over the rows of all its items: micro-batch `chunk` of hTask `htask`.
 
     Every sequence takes at least `width` rows of the pass: those that it lacks are padding, which costs what rows cost
-    and is nobody's.
+    and is nobody's. With `recompute` a pass that trains keeps each block's input rows only and runs the block again on
+    its way back, which changes no bit.
     """
 
     htask: int
     chunk: int
     items: tuple[WorkItem, ...]
     width: int = 0
+    recompute: bool = False
 
     @property
     def tokens(self) -> int:

@@ -26,6 +26,7 @@ from tests.engine.build import (
     assert_same_bits,
     attach,
     backbone_of,
+    by_task,
     mixed_trials,
     outcome,
     run,
@@ -226,6 +227,26 @@ def test_whatever_the_number_of_threads_together_is_alone(threads: int) -> None:
             assert_same_bits(together[trial.name], train(backbone, (trial,))[trial.name])
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_fairness_policy_that_picks_one_at_a_time_changes_no_bit() -> None:
+    """In turns, the one that has done least first: every task ends as if all had run in every round."""
+    backbone = backbone_of("llama")
+    trials = mixed_trials("llama")
+    expected = train(backbone, trials)
+    engine = Engine(backbone)
+    tasks = [attach(engine, trial) for trial in trials]
+    rounds: list[list[str]] = []
+
+    def least(able: Sequence[Task]) -> Sequence[Task]:
+        picked = [min(able, key=lambda task: task.step)]
+        rounds.append([task.name for task in picked])
+        return picked
+
+    steps = by_task(engine, list(Runner(engine, fair=least).run()))
+    assert len(rounds) == sum(trial.steps for trial in trials) and len(set(map(tuple, rounds[: len(trials)]))) == 4
+    for task in tasks:
+        assert_same_bits(outcome(task, steps[task.name]), expected[task.name])
 
 
 def test_attaching_costs_an_adapter_and_detaching_gives_it_back() -> None:

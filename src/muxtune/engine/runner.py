@@ -26,6 +26,7 @@ from muxtune.spec.event import EvalResult, Rewards, RunEvent, StepResult, TaskEv
 from muxtune.spec.status import JobStatus
 
 SAVE_EVERY_S = 600.0
+Fairness = Callable[[Sequence[Task]], Sequence[Task]]
 Sampler = Callable[[Task], Sequence[tuple[str, str]]]  # a task's (prompt, reply) pairs, now
 
 
@@ -43,6 +44,8 @@ class Runner:
     stop: asked before each round; true ends the run after saving a checkpoint of every task.
     sampler: asked for replies to a job's `sample_prompts` whenever the task is evaluated, or at its end.
     trace: handed the record of everything that is executed.
+    fair: picks a round's participants among the tasks that could run, at least one; all, by default. Who is left out
+        goes on in a later round with the bits it would have had in this one.
     clock: seconds, monotonic.
     """
 
@@ -54,6 +57,7 @@ class Runner:
         stop: Callable[[], bool] = lambda: False,
         sampler: Sampler = lambda task: (),
         trace: Callable[[RoundRecord], None] = lambda record: None,
+        fair: Fairness = lambda tasks: tasks,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -61,6 +65,7 @@ class Runner:
         self._stop = stop
         self._sampler = sampler
         self._trace = trace
+        self._fair = fair
         self._clock = clock
         self._saved_at = {name: clock() for name in engine.tasks}
         self.interrupted = False
@@ -106,9 +111,12 @@ class Runner:
             if self._engine.tasks.get(task.name) is task and holds(task):
                 yield task
 
-    def _participants(self) -> list[Task]:
-        """All that run: the fairness policy of one tenant."""
-        return [task for task in self._tasks() if task.runnable and task.status is JobStatus.RUNNING]
+    def _participants(self) -> Sequence[Task]:
+        """Those of the tasks that can run whom the fairness policy picks."""
+        able = [task for task in self._tasks() if task.runnable and task.status is JobStatus.RUNNING]
+        picked = self._fair(able) if able else able
+        assert bool(picked) == bool(able) and set(picked) <= set(able), "a round of nobody, or of who cannot run"
+        return picked
 
     def _after(self, found: Round) -> Iterator[RunEvent]:
         steps = [(self._engine.tasks[outcome.task], outcome, wall_s) for outcome, wall_s in found.steps]

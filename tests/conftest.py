@@ -17,6 +17,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about what else the machine does than about the code.
+settings.register_profile("muxtune", deadline=None)
+settings.load_profile("muxtune")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@
 - `val_set_size` holds out examples (whole ones, never pieces), chosen by the seed, before weights make copies.
 - `weight` w of a data set: each of its examples is there floor(w) times in every epoch, and a part w - floor(w) of
   them, chosen by the seed, once more. 0.5 trains on a fixed half, 2 shows everything twice. Copies share their tokens
-  and cost about 100 bytes each; weights that would make more than MAX_COPIES of them are refused before any is made.
+  and cost about 130 bytes each; weights that would make more than MAX_COPIES of them are refused before any is made.
 - Data sets follow each other in the order given; mixing them is the sampler's work. `index` numbers the training
   sequences (copies and pieces have their own), and the validation sequences likewise.
 - A preference pair is one example until it is numbered; then its halves follow each other, the chosen one (an even

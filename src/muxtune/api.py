@@ -36,8 +36,14 @@ def train(
 
     Raises MuxTuneError for whatever is wrong before anything trains; a job that fails later is in the answer.
     """
-    run = config if isinstance(config, RunSpec) else load_run(config, sets).run
-    training = TrainingRun(run, resume=resume, overwrite=overwrite, keep_going=keep_going)
+    if isinstance(config, RunSpec):
+        training = TrainingRun(config, resume=resume, overwrite=overwrite, keep_going=keep_going)
+    else:
+        found = load_run(config, sets)
+        training = TrainingRun(
+            found.run, resume=resume, overwrite=overwrite, keep_going=keep_going, locate=found.locate
+        )
+    run = training.run
     for event in training.events():
         if on_event is not None:
             on_event(event)

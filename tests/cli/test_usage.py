@@ -137,3 +137,17 @@ def test_a_reader_that_goes_away(project: Path, tiny_llama: Path, environment: d
     complaint = process.stderr.read()
     process.stderr.close()
     assert process.wait() in (1, 141) and complaint == b""
+
+
+def test_a_misspelt_module_is_told_with_its_line_and_the_names_there_are(
+    project: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    config = write_config(project / "typo.yaml", tiny_llama, "typo", {"sql": TRAINED["sql"]})
+    config.write_text(config.read_text().replace("- q_proj", "- q_prj"))
+    (line,) = (number for number, text in enumerate(config.read_text().splitlines(), 1) if "target_modules" in text)
+    for arguments in (["--dry-run"], []):
+        assert run(["train", "typo.yaml", *arguments]) == 2
+        told = capsys.readouterr().err
+        assert f"typo.yaml:{line} jobs.sql.peft.target_modules: 'q_prj' is nothing" in told
+        assert "did you mean 'q_proj'? it has: down_proj, " in told

@@ -14,9 +14,11 @@ import pytest
 from muxtune.data.cache import TokenCache
 from muxtune.data.check import check_file
 from muxtune.data.dataset import Selection, build, job_renderer
+from muxtune.data.prepare import PreparedJob
 from muxtune.data.problems import DataFileError
 from muxtune.data.render import Renderer
 from muxtune.data.tokenizer import TextTokenizer
+from muxtune.errors import ConfigError
 from muxtune.spec import JobSpec
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -175,3 +177,33 @@ def test_real_data_sets_become_sequences(folder: str, renderer: Renderer, tokeni
     answers = [json.loads(line)["messages"][-1]["content"] for line in path.read_text().splitlines()]
     assert [tokenizer.decode(one.ids[one.mask].tolist()) for one in data.train] == [f"{a}<|im_end|>" for a in answers]
     assert data.report.warnings == () and data.report.train_sequences == 200
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"warmup_steps": 100},
+            "warmup_steps 100 is not less than the 2 steps of the job: its learning rate only rises, ",
+        ),
+        ({"warmup_steps": 2}, "warmup_steps 2 is not less than the 2 steps of the job"),
+        ({"warmup_steps": 1}, None),
+        ({"warmup_steps": 0.5}, None),
+        ({}, None),
+    ],
+)
+def test_a_warmup_that_never_ends_is_told(
+    tmp_path: Path, renderer: Renderer, keys: dict[str, float], told: str | None
+) -> None:
+    job = JobSpec(name="a", datasets=write(tmp_path, CHAT), max_steps=2, learning_rate=1e-3, **keys)
+    prepared = PreparedJob(job, build(job, renderer, max_length=100), renderer, NOW)
+    assert len(prepared.warnings) == (told is not None)
+    assert not told or prepared.warnings[0].startswith(told)
+    assert keys.get("warmup_steps") != 100 or prepared.warnings[0].endswith("to 1e-05 of 0.001")
+
+
+def test_what_the_data_say_of_a_key_names_the_job(tmp_path: Path, renderer: Renderer) -> None:
+    job = JobSpec(name="a", datasets=write(tmp_path, CHAT, CHAT), val_set_size=2)
+    with pytest.raises(ConfigError, match="2 of 2 examples held out leaves none to train on") as caught:
+        build(job, renderer, max_length=100)
+    assert (caught.value.where, caught.value.hint) == ("jobs.a.val_set_size", "at most 1")

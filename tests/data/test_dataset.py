@@ -152,8 +152,46 @@ def test_copies_of_a_training_example_are_never_held_out(tmp_path: Path) -> None
 
 
 def test_a_weight_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no example is left"):
-        collect(Source(numbered(tmp_path, 3), weight=0.01))
+    path = numbered(tmp_path, 3)
+    for size, hint in ((0, "raise weight"), (1, "raise weight, or hold out fewer with val_set_size")):
+        with pytest.raises(DataError, match="no example is left") as caught:
+            collect(Source(path, weight=0.01), val_set_size=size)
+        assert "weight 0.01 rounds to none" in caught.value.message and caught.value.hint == hint
+
+
+@pytest.mark.parametrize("weight", [1e9, 1e300, 2**22 / 3 + 2])
+def test_weights_that_would_fill_the_memory_are_refused_before_a_copy_is_made(tmp_path: Path, weight: float) -> None:
+    path = numbered(tmp_path, 3)
+    with pytest.raises(
+        ConfigError, match=r"copies of the 3 examples of .*; the weights .* may add 4,194,304"
+    ) as caught:
+        collect(path, Source(path, weight=weight))
+    assert caught.value.where == "datasets.1.weight" and "lower the weight" in (caught.value.hint or "")
+
+
+def test_all_copies_of_a_job_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = numbered(tmp_path, 4)
+    monkeypatch.setattr("muxtune.data.dataset.MAX_COPIES", 12)
+    data = collect(Source(path, weight=0.5), Source(path, weight=2), Source(path, weight=3))
+    assert len(data.train) == 2 + 8 + 12
+    with pytest.raises(ConfigError, match="12 copies") as caught:
+        collect(Source(path, weight=2.5), Source(path, weight=4))
+    assert caught.value.where == "datasets.1.weight"
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (0.001, "val_set_size 0.001 holds out 1 example of 10 and leaves 9"),
+        (1, "val_set_size 1 holds out 1 example of 10 and leaves 9"),
+        (9, "val_set_size 9 holds out 9 examples of 10 and leaves 1"),
+        (0.2, None),
+    ],
+)
+def test_a_split_that_may_not_be_meant_is_told(tmp_path: Path, size: float, told: str | None) -> None:
+    report = collect(Source(numbered(tmp_path, 10), weight=2), val_set_size=size).report
+    assert report.warnings == ((told,) if told else ())
+    assert any(line.startswith("validation:") and "holds out" in line for line in report.lines())
 
 
 def test_what_happened_to_lines_is_counted_and_named(tmp_path: Path) -> None:

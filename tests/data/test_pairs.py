@@ -235,3 +235,25 @@ def test_no_policy_keeps_half_a_pair(lengths: list[tuple[int, int]], policy: Ove
         [10 * pair, 10 * pair + 1] for pair in wanted
     ]
     assert all(mask.any() and len(ids) <= 8 for pieces in kept.examples for ids, mask in pieces)
+
+
+def test_a_pair_that_compares_nothing_is_told_by_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, [("p", "a", "b"), ("q", "c", "c"), ("r", "x" * 9, "x" * 8), ("s", "", "d")])
+    report = collect(path, max_length=8).report  # the third pair is one after both halves are cut
+    assert (report.same_responses.count, report.same_responses.first) == (2, ((path, 2), (path, 3)))
+    told = f"chosen and rejected responses are equal, which teaches nothing: {path} lines 2, 3"
+    assert any(told in warning for warning in report.warnings) and report.to_json()["same_responses"] == 2
+    assert collect(path, max_length=8).groups == 3
+
+
+@pytest.mark.parametrize("bad", [(), ("oops\n",)])
+@pytest.mark.parametrize("tokenized", [False, True])
+def test_check_names_them_beside_bad_lines_too(tmp_path: Path, bad: tuple[str, ...], tokenized: bool) -> None:
+    path = write(tmp_path, [("p", "a", "b"), ("q", "c", "c"), ("s", "", "d")])
+    Path(path).write_text(Path(path).read_text() + "".join(bad))
+    more: dict[str, Any] = {"renderer": ByteRenderer(), "selection": Selection(100)} if tokenized else {}
+    report = check_file(path, **more)
+    told = "\n".join(report.lines())
+    assert report.ok == (not bad) and ("not_json" in told) == bool(bad)
+    assert f"are equal, which teaches nothing: {path} line 2" in told
+    assert f"{path} line 3" in told, "the empty one"

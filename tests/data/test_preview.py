@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from muxtune.data.overlong import Overlong
 from muxtune.data.preview import Piece, plain, preview, show
 from muxtune.data.render import Renderer
 from muxtune.data.tokenizer import TextTokenizer
@@ -93,3 +94,36 @@ def test_a_long_line_is_not_broken(renderer: Renderer) -> None:
 def test_nothing_trained_is_one_piece(renderer: Renderer) -> None:
     (item,) = preview(renderer, [Example("d", 1, "messages", messages=(Message("user", "A"),))])
     assert item.trained_tokens == 0 and len(item.pieces) == 1 and isinstance(item.pieces[0], Piece)
+
+
+EMPTY = Example("d", 1, "prompt_completion", prompt="2+2=", completion="")
+PAIR = Example(
+    "d", 2, "preference", prompt="a", completion="b", rejected=Example("d", 2, "preference", prompt="a", completion="")
+)
+
+
+def test_what_training_drops_is_marked(renderer: Renderer) -> None:
+    dropped = "0 trained; nothing to train on, dropped in training"
+    (item,) = preview(renderer, [EMPTY])
+    assert item.heading().endswith(dropped) and not any(piece.trained for piece in item.pieces)
+    assert [item.heading().endswith(dropped) for item in preview(renderer, [PAIR])] == [True, True]
+    with Renderer(renderer.tokenizer, now=NOW, train_on="all") as whole:
+        (item,) = preview(whole, [EMPTY])
+        assert item.note is None and item.trained_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "note"),
+    [
+        (None, "longer than 9 tokens, truncated in training"),
+        ("split", "longer than 9 tokens, split in training"),
+        ("drop", "longer than 9 tokens, dropped in training"),
+        ("fail", "longer than 9 tokens, refused in training"),
+    ],
+)
+def test_what_is_too_long_is_marked(renderer: Renderer, policy: Overlong | None, note: str) -> None:
+    long = Example("d", 1, "prompt_completion", prompt="a", completion="b " * 40)
+    (item,) = preview(renderer, [long], max_length=9, overlong=policy)
+    assert item.note == note and item.heading().endswith(f"; {note}")
+    (item,) = preview(renderer, [long], max_length=500, overlong=policy)
+    assert item.note is None and item.heading().endswith("trained")

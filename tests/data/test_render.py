@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -87,7 +88,8 @@ def test_the_prompt_of_sampling_is_what_precedes_each_answer(
     turns = [(("user", "assistant")[k % 2], text) for k, text in enumerate(contents)]
     (result,) = renderer.render([example(turns)])
     if isinstance(result, Rejected):
-        assert result.code == "token_over_border"
+        silent = any(re.fullmatch(r"\s*(</?s>\s*)+", text) for text in contents)  # nothing but names of tokens
+        assert result.code == "token_over_border" or (result.code == "turn_left_out" and silent)
         return
     starts = np.flatnonzero(np.diff(result.mask.astype(int)) == 1) + 1
     answers = [k for k, (role, _) in enumerate(turns) if role == "assistant"]
@@ -98,6 +100,12 @@ def test_the_prompt_of_sampling_is_what_precedes_each_answer(
         same = min(len(prompt), int(start))
         assert not between.strip(), "only whitespace that merges with the template's is no target"
         assert result.ids[: same - 1].tolist() == prompt[: same - 1].tolist()
+
+
+def test_an_answer_of_token_names_alone_is_refused_as_that(family_renderers: dict[str, Renderer]) -> None:
+    (result,) = family_renderers["mistral"].render([example([("user", "a"), ("assistant", "<s>")])])
+    assert isinstance(result, Rejected) and result.code == "turn_left_out"
+    assert result.message == "what message 2 says is nothing but names of control tokens"
 
 
 # --- conversations: the mask is right or the example is refused

@@ -61,7 +61,7 @@ def test_the_effective_batch_is_the_product() -> None:
         ({"learning_rate": float("nan")}, "learning_rate", "finite"),
         ({"max_steps": True}, "max_steps", "number"),
         ({"seed": -1}, "seed", "at least 0"),
-        ({"seed": 2**63}, "seed", "less than"),
+        ({"seed": 2**63}, "seed", "too large"),
         ({"warmup_steps": 1.5}, "warmup_steps", "fraction below 1"),
         ({"max_grad_norm": -1}, "max_grad_norm", "at least 0"),
         ({"max_length": 1}, "max_length", "at least 2"),

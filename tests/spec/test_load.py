@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from muxtune.errors import ConfigError
+from muxtune.errors import ConfigError, DataError
 from muxtune.spec import IA3, Dataset, JobSpec, Lora, RunSpec, Validation, load_run
 from tests.spec.configs import HALVING, HEAD, JOB, SWEEP, THREE, load, write
 
@@ -57,6 +57,8 @@ def test_an_unknown_peft_type_is_refused_in_its_line() -> None:
     assert error.where == "run.yaml:22 jobs.sentiment.peft.type"
     assert "unknown PEFT type 'ia4'" in error.message
     assert (error.hint or "").startswith("did you mean 'ia3'? supported: lora, ")
+    short = {"dora", "rslora", "pissa", "houlsby", "pfeiffer", "parallel"}
+    assert short <= set((error.hint or "").split("supported: ")[1].split(", "))
 
 
 def test_the_sweep_of_the_contract() -> None:
@@ -159,7 +161,16 @@ def test_a_type_that_is_only_inherited_is_refused_at_the_default() -> None:
         ("# nothing\n", "run.yaml", "is empty"),
         ("- a\n", "run.yaml:1", "mapping"),
         ("output_dir: o\ndatasets: a\n", "run.yaml base_model", "is missing"),
-        (HEAD, "run.yaml:1 datasets", "is missing"),
+        (HEAD, "run.yaml:1 jobs", "neither jobs nor the datasets"),
+        (HEAD + "seed: 3\n", "run.yaml:1 jobs", "neither jobs nor the datasets"),
+        (HEAD + "datasets: 5\n", "run.yaml:3 datasets", "should be paths of data files, got 5"),
+        (HEAD + "datasets: [a.jsonl, yes]\n", "run.yaml:3 datasets", "should be paths of data files, got yes"),
+        (HEAD + "jobs:\n- {name: a, datasets: 5}\n", "run.yaml:4 jobs.a.datasets", "should be paths"),
+        (HEAD + "datasets:\n- {path: a, weight: 1e9}\n", "run.yaml:4 datasets.0.weight", "should be at most 1000"),
+        (HEAD + "jobs:\n- {name: a, datasets: d, matrix: true}\n", "run.yaml:4 jobs.a.matrix", "there is no matrix"),
+        (JOB + "max_steps: 1e30\n", "run.yaml:4 max_steps", "is too large for a whole number: 1e30"),
+        (JOB + "memory_limit: 5XB\n", "run.yaml:4 memory_limit", "should be a size, got '5XB'"),
+        (JOB + "memory_limit: 9999999TB\n", "run.yaml:4 memory_limit", "is too large for a size"),
         (JOB + "learning_rte: 1\n", "run.yaml:4", "unknown key 'learning_rte'"),
         (JOB + "peft: {rnk: 3}\n", "run.yaml:4 peft.rnk", "unknown key"),
         (JOB + "seed: 1\nseed: 2\n", "run.yaml:5", "given twice"),
@@ -232,3 +243,25 @@ def test_memory_is_read_in_units() -> None:
     for text, size in sizes.items():
         assert load(JOB + f"memory_limit: {text}\n").run.memory_limit == size
     assert refusal(JOB + f"memory_limit: {'9' * 400}GB\n").where == "run.yaml:4 memory_limit"
+
+
+@pytest.mark.parametrize(
+    ("where", "located"),
+    [
+        ("jobs.a.peft.target_modules", "run.yaml:4 jobs.a.peft.target_modules"),
+        ("jobs.a.b.peft.target_modules", "run.yaml:7 jobs.a.b.peft.target_modules"),
+        ("jobs.a.b.max_length", "run.yaml:5 jobs.a.b.max_length"),
+        ("jobs.a", "run.yaml:4 jobs.a"),
+        ("jobs.c.peft", "jobs.c.peft"),
+        ("data.jsonl", "data.jsonl"),
+        (None, None),
+    ],
+)
+def test_what_is_found_later_is_told_with_its_line(where: str | None, located: str | None) -> None:
+    """Errors of the model and the data name a job's key; the file knows where that was given."""
+    jobs = "jobs:\n- {name: a, datasets: d, lora_target: [q_prj]}\n"
+    resolved = load(HEAD + jobs + "- name: a.b\n  datasets: d\n  peft: {target_modules: [k_prj]}\n")
+    error = DataError("x", where=where)
+    for _ in range(2):
+        resolved.locate(error)
+        assert error.where == located

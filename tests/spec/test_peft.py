@@ -6,8 +6,8 @@ import pytest
 
 from muxtune.errors import AdapterError, ConfigError
 from muxtune.spec import Lora, Place
-from muxtune.spec.peft import PEFT_SPECS, peft_family, read_peft, type_name
-from muxtune.spec.peft.targets import refuse_ends
+from muxtune.spec.peft import PEFT_SPECS, PeftBase, peft_family, read_peft, type_name
+from muxtune.spec.peft.targets import refuse_ends, refuse_unmatched
 
 
 def linears(*shapes: tuple[int, int]) -> list[Place]:
@@ -118,3 +118,52 @@ def test_a_spec_is_called_what_it_was_asked_for_as(name: str) -> None:
 
 def test_two_short_names_at_once() -> None:
     assert type_name(Lora(use_dora=True, use_rslora=True)) == "dora+rslora"
+
+
+BLOCK = [
+    Place("embed_tokens", "embedding", frozenset({"embed"}), None, 100, 12),
+    *(Place(f"h.0.{name}_proj", "linear", frozenset({name}), 0, 16, 16) for name in ("q", "k", "down")),
+    Place("h.0.norm", "norm", frozenset({"norm"}), 0, 16, 16),
+    Place("lm_head", "head", frozenset({"head"}), None, 16, 100),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "key", "unknown", "hint"),
+    [
+        (
+            {"target_modules": ["q_prj", "k_proj"]},
+            "target_modules",
+            "'q_prj'",
+            "did you mean 'q_proj'? it has: down_proj, embed_tokens, k_proj, lm_head, q_proj, or 'all-linear'",
+        ),
+        (
+            {"type": "shira", "target_modules": ["h.7.q_proj"]},
+            "target_modules",
+            "'h.7.q_proj'",
+            "did you mean 'q_proj'? it has: down_proj, k_proj, q_proj, or 'all-linear'",
+        ),
+        ({"type": "ln_tuning", "target_modules": ["xyz"]}, "target_modules", "'xyz'", "it has: norm, or 'all-norms'"),
+        (
+            {"type": "ia3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["dwn_proj"]},
+            "feedforward_modules",
+            "'dwn_proj'",
+            "did you mean 'down_proj'? it has: down_proj, k_proj",
+        ),
+        ({"type": "houlsby"}, "type", "an operator of role o", "choose another type of adapter"),
+    ],
+)
+def test_a_target_that_names_nothing_is_refused_with_what_there_is(
+    spec: dict[str, object], key: str, unknown: str, hint: str
+) -> None:
+    made = read_peft(spec)
+    assert isinstance(made, PeftBase)
+    with pytest.raises(AdapterError) as caught:
+        refuse_unmatched(made, BLOCK)
+    assert unknown in caught.value.message
+    assert (caught.value.where, caught.value.hint) == (key, hint)
+
+
+def test_targets_that_are_there_are_not_refused() -> None:
+    for targets in ("all-linear", ["q_proj", "lm_head"], ["h.0.k_proj"]):
+        refuse_unmatched(Lora(target_modules=targets), BLOCK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muxtune.errors import ConfigError
-from muxtune.spec.scalars import choice, clip, parse_number, read_flag, read_integer, read_number, read_path
+from muxtune.spec.scalars import choice, clip, parse_number, read_flag, read_integer, read_number, read_path, read_size
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,28 @@ def test_choices_know_aliases_and_what_is_to_come() -> None:
 def test_shown_values_are_short() -> None:
     assert (clip("3"), clip("x"), clip(3)) == ("3", "'x'", "3")
     assert len(clip("y" * 1000)) == 60
+
+
+@pytest.mark.parametrize("value", ["1e30", 1e30, 10**40, "9" * 30, -(2**70), 2**63])
+def test_what_is_whole_and_too_large_is_called_so(value: object) -> None:
+    with pytest.raises(ConfigError, match="too large for a whole number") as caught:
+        read_integer(value)
+    assert caught.value.hint == "at most 9223372036854775807"
+
+
+def test_whole_numbers_that_an_exponent_blurs_want_their_digits() -> None:
+    assert read_integer(str(10**17)) == 10**17
+    with pytest.raises(ConfigError, match="too large") as caught:
+        read_integer("1e17")
+    assert caught.value.hint == "its digits in full"
+
+
+def test_sizes() -> None:
+    assert [read_size(value) for value in (5, "5", "1.5GB", "2 GiB", "3k")] == [5, 5, 1_500_000_000, 2 << 30, 3000]
+    for value in ("5XB", "GB", "", "5 GB x"):
+        with pytest.raises(ConfigError, match="should be a size") as caught:
+            read_size(value)
+        assert "GiB" in (caught.value.hint or "")
+    for value in (None, [5], 1.5, "9" * 40 + "TB"):
+        with pytest.raises(ConfigError):
+            read_size(value)

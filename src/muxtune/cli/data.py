@@ -87,8 +87,9 @@ def preview(
         reader.finish()
     if reader.problems:
         tell(f"bad lines are left out here; `muxtune data check {file}` names them")
-    with job_renderer(job, _preparer(model).tokenizer, now=datetime.now(UTC)) as renderer:
-        previews = previews_of(renderer, examples)
+    preparer = _preparer(model)
+    with job_renderer(job, preparer.tokenizer, now=datetime.now(UTC)) as renderer:
+        previews = previews_of(renderer, examples, max_length=preparer.max_length(job), overlong=job.overlong)
     if as_json:
         print_json([_as_json(one) for one in previews])
     else:
@@ -149,5 +150,6 @@ def _as_json(preview: Preview) -> dict[str, object]:
         "tokens": preview.tokens,
         "trained_tokens": preview.trained_tokens,
         "pieces": pieces,
+        "note": preview.note,
         "problem": {"code": problem.code, "message": problem.message} if problem else None,
     }

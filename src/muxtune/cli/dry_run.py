@@ -104,7 +104,7 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
     return Estimate(
         job.name,
         plan.begin,
-        sum(file.examples for file in report.files[: len(job.datasets)]),
+        sum(file.examples for file in report.files[: len(job.datasets)]) - report.split_off,
         report.train_sequences,
         report.train_tokens,
         report.trained_tokens,
@@ -114,7 +114,7 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
         size.parameters,
         size.state_bytes,
         flops / rate * _BESIDE_PRODUCTS,
-        (*report.warnings, *filter(None, [size.warning])),
+        (*prepared.warnings, *filter(None, [size.warning])),
     )
 
 

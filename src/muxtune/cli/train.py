@@ -47,10 +47,12 @@ def train(
         raise typer.BadParameter("--json belongs to --dry-run; a run writes metrics.jsonl")
     from muxtune.spec.load import load_run
 
-    run = load_run(config, sets or ()).run
+    resolved = load_run(config, sets or ())
     from muxtune.engine.training import TrainingRun
 
-    training = TrainingRun(run, resume=resume, overwrite=overwrite, keep_going=keep_going)
+    training = TrainingRun(
+        resolved.run, resume=resume, overwrite=overwrite, keep_going=keep_going, locate=resolved.locate
+    )
     if dry_run:
         from muxtune.cli.dry_run import print_dry_run
 

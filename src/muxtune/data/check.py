@@ -6,11 +6,13 @@ bad lines are in the report, because it is made for the person who asked: it doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from muxtune.data.dataset import Selection, Source, assemble
 from muxtune.data.problems import DataFileError, LineProblem
-from muxtune.data.reader import read_examples
+from muxtune.data.reader import ExampleReader
 from muxtune.data.report import DataReport, Places, count_examples
 from muxtune.data.shapes import teaches
 from muxtune.data.tokenize import ExampleRenderer
@@ -26,6 +28,7 @@ class CheckReport:
     shape: Shape | None = None
     examples: int = 0
     unanswered: Places = field(default_factory=Places)  # examples without an answer: dropped in training
+    same_responses: Places = field(default_factory=Places)  # preference pairs that compare nothing
     problems: tuple[LineProblem, ...] = ()
     counts: tuple[tuple[str, int], ...] = ()
     error: str | None = None
@@ -37,14 +40,18 @@ class CheckReport:
 
     def lines(self) -> list[str]:
         """For a terminal."""
-        if self.error is not None:
-            return self.error.splitlines()
         if self.data is not None:
             return self.data.lines()
         told = [f"{self.path}: {self.shape}, {count_examples(self.examples)}"]
-        if self.unanswered.count:
-            told.append(f"warning: {count_examples(self.unanswered.count)} without an answer: {self.unanswered}")
-        return told
+        if self.error is not None:
+            told = self.error.splitlines()
+        said = (
+            (self.unanswered, "without an answer"),
+            (self.same_responses, "whose chosen and rejected responses are equal, which teaches nothing"),
+        )
+        return told + [
+            f"warning: {count_examples(places.count)} {what}: {places}" for places, what in said if places.count
+        ]
 
     def to_json(self) -> dict[str, object]:
         """The same for a program: plain JSON values."""
@@ -54,6 +61,7 @@ class CheckReport:
             "shape": self.shape,
             "examples": self.examples,
             "unanswered": self.unanswered.count,
+            "same_responses": self.same_responses.count,
             "bad_lines": dict(self.counts),
             "problems": [
                 {"line": one.line, "code": one.code, "message": one.message, "clip": one.clip} for one in self.problems
@@ -74,22 +82,50 @@ def check_file(
 
     `renderer` and `selection` (both or neither) add what the tokenizer, the template and `max_length` say.
     """
+    seen = _Seen()
     try:
         if renderer is not None and selection is not None:
             data = assemble([Source(path, declared)], None, renderer, selection).report
             return CheckReport(path, data.files[0].shape, data.files[0].examples, data=data)
-        return _check_text(path, declared)
+        return seen.read(path, declared)
     except DataFileError as error:
         counts = tuple(sorted(error.counts.items()))
-        return CheckReport(path, problems=error.problems, counts=counts, error=str(error))
+        if renderer is not None:  # the good lines beside the bad ones are judged all the same
+            with suppress(DataError):
+                seen.read(path, declared)
+        return seen.report(path, None, problems=error.problems, counts=counts, error=str(error))
     except DataError as error:
         return CheckReport(path, error=str(error))
 
 
-def _check_text(path: str, declared: Shape | None) -> CheckReport:
-    examples = read_examples(path, declared)
-    lines = [example.line for example in examples if not teaches(example)]
-    if len(lines) == len(examples):
-        hint = "loss is on assistant turns with `weight` 1 and on completions; none has any text"
-        raise DataError("no example has an answer to train on", where=path, hint=hint)
-    return CheckReport(path, examples[0].shape, len(examples), unanswered=Places.of([(path, lines)]))
+@dataclass(slots=True)
+class _Seen:
+    """What the good lines of a file are like, bad ones among them or not."""
+
+    examples: int = 0
+    unanswered: list[int] = field(default_factory=list)
+    same_responses: list[int] = field(default_factory=list)
+
+    def read(self, path: str, declared: Shape | None) -> CheckReport:
+        reader = ExampleReader(path, declared)
+        for example in (record.example for record in reader):
+            self.examples += 1
+            if not teaches(example):
+                self.unanswered.append(example.line)
+            elif example.rejected is not None and replace(example, rejected=None) == example.rejected:
+                self.same_responses.append(example.line)
+        reader.finish()
+        if len(self.unanswered) == self.examples:
+            hint = "loss is on assistant turns with `weight` 1 and on completions; none has any text"
+            raise DataError("no example has an answer to train on", where=path, hint=hint)
+        return self.report(path, reader.shape)
+
+    def report(self, path: str, shape: Shape | None, **more: Any) -> CheckReport:
+        return CheckReport(
+            path,
+            shape,
+            self.examples,
+            unanswered=Places.of([(path, self.unanswered)]),
+            same_responses=Places.of([(path, self.same_responses)]),
+            **more,
+        )

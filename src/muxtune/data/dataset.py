@@ -5,7 +5,8 @@
 - An example left without a target is dropped and reported by line; a file of only such examples is an error.
 - `val_set_size` holds out examples (whole ones, never pieces), chosen by the seed, before weights make copies.
 - `weight` w of a data set: each of its examples is there floor(w) times in every epoch, and a part w - floor(w) of
-  them, chosen by the seed, once more. 0.5 trains on a fixed half, 2 shows everything twice.
+  them, chosen by the seed, once more. 0.5 trains on a fixed half, 2 shows everything twice. Copies share their tokens
+  and cost about 130 bytes each; weights that would make more than MAX_COPIES of them are refused before any is made.
 - Data sets follow each other in the order given; mixing them is the sampler's work. `index` numbers the training
   sequences (copies and pieces have their own), and the validation sequences likewise.
 - A preference pair is one example until it is numbered; then its halves follow each other, the chosen one (an even
@@ -31,6 +32,8 @@ from muxtune.data.tokens import TokenizedFile
 from muxtune.data.types import Shape, TokenSequence, group_size
 from muxtune.errors import ConfigError, DataError
 from muxtune.spec.job import JobSpec
+
+MAX_COPIES = 2**22  # sequences that the weights of a job add to those of its files: half a GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +84,21 @@ def build(
 ) -> TaskData:
     """Reads all data of a job. `renderer` is `job_renderer`'s; `max_length` the job's, resolved against the model's.
 
-    Raises DataError (DataFileError with every bad line of a file), StateError where `cancelled` came true.
+    Raises DataError (DataFileError with every bad line of a file), ConfigError for a key that the data contradict,
+    StateError where `cancelled` came true.
     """
     held_out = job.validation
-    return assemble(
-        [Source(data.path, data.type, data.weight) for data in job.datasets],
-        Source(held_out.path, held_out.type) if held_out else None,
-        renderer,
-        Selection(max_length, job.overlong, job.val_set_size, job.seed, pairs=job.method == "dpo"),
-        cache=cache,
-        cancelled=cancelled,
-    )
+    try:
+        return assemble(
+            [Source(data.path, data.type, data.weight) for data in job.datasets],
+            Source(held_out.path, held_out.type) if held_out else None,
+            renderer,
+            Selection(max_length, job.overlong, job.val_set_size, job.seed, pairs=job.method == "dpo"),
+            cache=cache,
+            cancelled=cancelled,
+        )
+    except ConfigError as error:
+        raise ConfigError(error.message, where=f"jobs.{job.name}.{error.where}", hint=error.hint) from None
 
 
 def job_renderer(job: JobSpec, tokenizer: TextTokenizer, *, now: datetime) -> Renderer:
@@ -115,7 +122,7 @@ def assemble(
 ) -> TaskData:
     """The data of a job, from its parts. Raises as `build` does."""
     if selection.max_length < 2:
-        raise ConfigError(f"max_length {selection.max_length} is below 2", where="max_length")
+        raise ConfigError(f"{selection.max_length} is below 2", where="max_length")
 
     def load(source: Source) -> tuple[Kept, TokenizedFile, FileReport]:
         tokens, cached = tokenize_file(source.path, source.type, renderer, cache, cancelled)
@@ -127,20 +134,28 @@ def assemble(
 
     loaded = [load(source) for source in sources]
     train, validation = _hold_out([kept.examples for kept, _, _ in loaded], selection)
+    split_off, left = len(validation), sum(map(len, train))
+    _check_copies(train, sources)
     train = [_weigh(train[i], sources[i].weight, f"{selection.seed}/{i}") for i in range(len(sources))]
     if held_out is not None:
         loaded.append(load(held_out))
         validation = [*validation, *loaded[-1][0].examples]
     sequences = _number([example for examples in train for example in examples])
     if not sequences:
-        raise DataError("no example is left to train on", where=sources[0].path, hint="raise weight or val_set_size")
+        raise _weighed_away(sources, selection)
     evaluated = _number(validation)
     systems = {tokens.system for _, tokens, _ in loaded[: len(sources)]}
     return TaskData(
         train=sequences,
         validation=evaluated,
         report=_report(
-            [kept for kept, _, _ in loaded], [file for _, _, file in loaded], sequences, evaluated, selection
+            [kept for kept, _, _ in loaded],
+            [file for _, _, file in loaded],
+            sequences,
+            evaluated,
+            selection,
+            split_off,
+            left,
         ),
         shape=loaded[0][1].shape,
         system=systems.pop() if len(systems) == 1 else None,
@@ -164,7 +179,11 @@ def _hold_out(files: list[list[Pieces]], selection: Selection) -> tuple[list[lis
     wanted = selection.val_set_size
     count = int(wanted) if wanted >= 1 else math.ceil(total * wanted)
     if count >= total:
-        raise ConfigError(f"val_set_size {wanted} leaves none of {total} examples to train on", where="val_set_size")
+        raise ConfigError(
+            f"{wanted} of {total} examples held out leaves none to train on",
+            where="val_set_size",
+            hint=f"at most {total - 1}" if total > 1 else "leave it out, or add examples",
+        )
     chosen = set(seeded_order(total, f"muxtune/held-out/{selection.seed}")[:count].tolist())
     train: list[list[Pieces]] = []
     validation: list[Pieces] = []
@@ -175,6 +194,31 @@ def _hold_out(files: list[list[Pieces]], selection: Selection) -> tuple[list[lis
             (validation if number in chosen else train[-1]).append(pieces)
             number += 1
     return train, validation
+
+
+def _check_copies(files: list[list[Pieces]], sources: Sequence[Source]) -> None:
+    """Raises ConfigError where the weights add more sequences than may be held, naming the one that adds most."""
+    added = [
+        math.ceil(max(0, source.weight - 1) * sum(map(len, examples)))
+        for source, examples in zip(sources, files, strict=True)
+    ]
+    if sum(added) > MAX_COPIES:
+        most = max(range(len(added)), key=added.__getitem__)
+        raise ConfigError(
+            f"weight {sources[most].weight:g} makes {added[most]:,} copies of the {len(files[most]):,} examples of "
+            f"{sources[most].path}; the weights of a job may add {MAX_COPIES:,} in all",
+            where=f"datasets.{most}.weight",
+            hint="lower the weight; max_steps or num_train_epochs is how long everything is seen",
+        )
+
+
+def _weighed_away(sources: Sequence[Source], selection: Selection) -> DataError:
+    told = ", ".join(f"{source.weight:g}" for source in sources)
+    return DataError(
+        f"no example is left to train on: of what there is, weight {told} rounds to none",
+        where=sources[0].path,
+        hint="raise weight" + (", or hold out fewer with val_set_size" if selection.val_set_size else ""),
+    )
 
 
 def _weigh(examples: list[Pieces], weight: float, stream: str) -> list[Pieces]:
@@ -194,6 +238,8 @@ def _report(
     train: tuple[TokenSequence, ...],
     validation: tuple[TokenSequence, ...],
     selection: Selection,
+    split_off: int,
+    left: int,
 ) -> DataReport:
     return DataReport(
         files=tuple(files),
@@ -206,4 +252,8 @@ def _report(
         split=Places.of((one.path, one.split) for one in kept),
         dropped_overlong=Places.of((one.path, one.dropped_overlong) for one in kept),
         dropped_untrained=Places.of((one.path, one.dropped_untrained) for one in kept),
+        same_responses=Places.of((one.path, one.same_responses) for one in kept),
+        val_set_size=selection.val_set_size,
+        split_off=split_off,
+        left=left,
     )

@@ -139,7 +139,10 @@ class Dialogue:
             raise self._refusal(seen, turn)
         text = seen.whole.text[span[0] : span[1]]
         if self._messages[turn].content.strip() and not has_text(text, self._template.added):
-            raise UnusableError("turn_left_out", f"{self._name} leaves out what message {turn + 1} says")
+            said = f"what message {turn + 1} says"
+            if not has_text(self._messages[turn].content, self._template.added):
+                raise UnusableError("turn_left_out", f"{said} is nothing but names of control tokens")
+            raise UnusableError("turn_left_out", f"{self._name} leaves out {said}")
         return span
 
     def _refusal(self, seen: _Seen, turn: int) -> UnusableError:

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from muxtune.data.problems import ProblemList
 from muxtune.data.tokens import Ids, Mask, TokenTable
 from muxtune.data.types import Shape
@@ -27,6 +29,7 @@ from muxtune.errors import DataError
 Overlong = Literal["truncate", "drop", "fail", "split"]
 Piece = tuple[Ids, Mask]
 Pieces = Sequence[Piece]  # of one example; at least one (two, of a pair), each with a target
+Fate = Literal["kept", "truncated", "split", "refused", "dropped_overlong", "dropped_untrained"]
 
 
 @dataclass(slots=True)
@@ -39,6 +42,7 @@ class Kept:
     split: list[int] = field(default_factory=list)
     dropped_overlong: list[int] = field(default_factory=list)
     dropped_untrained: list[int] = field(default_factory=list)
+    same_responses: list[int] = field(default_factory=list)  # pairs whose halves, as kept, are one
 
 
 def default_overlong(shape: Shape) -> Overlong:
@@ -54,22 +58,40 @@ def keep(table: TokenTable, path: str, max_length: int, policy: Overlong, *, gro
     for first in range(0, len(table), group):
         line = int(table.lines[first])
         rows = [table.row(number) for number in range(first, first + group)]
-        longest = max(len(ids) for ids, _ in rows)
-        overlong = longest > max_length
-        if overlong and policy == "fail":
+        fate, pieces = judge(rows, max_length, policy)
+        if fate == "refused":
+            longest = max(len(ids) for ids, _ in rows)
             problems.add(line, "overlong", f"{longest} tokens, more than max_length {max_length}")
-        elif overlong and policy == "drop":
-            kept.dropped_overlong.append(line)
-        elif pieces := _whole_group([cut(ids, mask, max_length, policy) for ids, mask in rows]):
+        elif fate != "kept":
+            happened: list[int] = getattr(kept, fate)
+            happened.append(line)
+        if pieces:
             kept.examples.append(pieces)
-            if overlong:
-                (kept.split if policy == "split" else kept.truncated).append(line)
-        else:
-            kept.dropped_untrained.append(line)
+            if group > 1 and _same(pieces):
+                kept.same_responses.append(line)
     problems.raise_if_any(path)
     if not kept.examples:
         raise _nothing_left(kept, max_length)
     return kept
+
+
+def judge(rows: Sequence[Piece], max_length: int, policy: Overlong) -> tuple[Fate, Pieces]:
+    """What becomes of one example (a pair is two rows), and the pieces that are left of it."""
+    overlong = max(len(ids) for ids, _ in rows) > max_length
+    if overlong and policy == "fail":
+        return "refused", []
+    if overlong and policy == "drop":
+        return "dropped_overlong", []
+    pieces = _whole_group([cut(ids, mask, max_length, policy) for ids, mask in rows])
+    if not pieces:
+        return "dropped_untrained", []
+    return ("kept" if not overlong else "split" if policy == "split" else "truncated"), pieces
+
+
+def _same(pieces: Pieces) -> bool:
+    """Whether the two halves of a pair are the same tokens, trained alike."""
+    (chosen, chosen_mask), (rejected, rejected_mask) = pieces
+    return np.array_equal(chosen, rejected) and np.array_equal(chosen_mask, rejected_mask)
 
 
 def _whole_group(halves: Sequence[Pieces]) -> Pieces:

@@ -23,6 +23,7 @@ from muxtune.data.tokenizer import TextTokenizer
 from muxtune.data.types import Message
 from muxtune.errors import ConfigError
 from muxtune.spec.job import JobSpec
+from muxtune.spec.schedule import lr_at, total_steps, warmup_steps
 
 DEFAULT_MAX_LENGTH = 2048
 MIN_LENGTH = 2  # a token of context, and one to predict
@@ -36,6 +37,20 @@ class PreparedJob:
     data: TaskData
     renderer: Renderer
     created: datetime
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user may not have wanted: of the data, and of the schedule that follows from their number."""
+        total = total_steps(self.job, self.data.groups)
+        warmup = warmup_steps(self.job, total)
+        if warmup < total or not self.job.warmup_steps:
+            return self.data.report.warnings
+        reached = lr_at(self.job, total - 1, total)
+        return (
+            *self.data.report.warnings,
+            f"warmup_steps {warmup} is not less than the {total} steps of the job: its learning rate only rises, to "
+            f"{reached:.2g} of {self.job.learning_rate:g}",
+        )
 
     @property
     def prompt_format(self) -> PromptFormat:

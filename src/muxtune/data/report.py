@@ -61,6 +61,10 @@ class DataReport:
     split: Places = Places()
     dropped_overlong: Places = Places()
     dropped_untrained: Places = Places()
+    same_responses: Places = Places()  # preference pairs whose halves are one
+    val_set_size: float = 0  # as it was asked for
+    split_off: int = 0  # examples it holds out
+    left: int = 0  # examples of the training files that it does not hold out, before weights
 
     @property
     def train_tokens(self) -> int:
@@ -73,8 +77,16 @@ class DataReport:
             (self.truncated, f"longer than {self.max_length} tokens, truncated"),
             (self.dropped_overlong, f"longer than {self.max_length} tokens, dropped"),
             (self.dropped_untrained, "with nothing to train on, dropped"),
+            (self.same_responses, "whose chosen and rejected responses are equal, which teaches nothing"),
         )
-        return tuple(f"{count_examples(places.count)} {what}: {places}" for places, what in said if places.count)
+        told = [f"{count_examples(places.count)} {what}: {places}" for places, what in said if places.count]
+        if self.split_off and (self.split_off == 1 or self.split_off > self.left):
+            told.append(f"val_set_size {self.val_set_size:g} {self._held_out}")
+        return tuple(told)
+
+    @property
+    def _held_out(self) -> str:
+        return f"holds out {count_examples(self.split_off)} of {self.split_off + self.left} and leaves {self.left}"
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -85,7 +97,8 @@ class DataReport:
             f"lengths: median {lengths.percentile(50)}, 95% {lengths.percentile(95)}, longest {lengths.longest}"
         )
         if self.validation_sequences:
-            told.append(f"validation: {self.validation_sequences} sequences")
+            split_off = f"; val_set_size {self._held_out}" if self.split_off else ""
+            told.append(f"validation: {self.validation_sequences} sequences{split_off}")
         if self.split.count:
             told.append(f"{count_examples(self.split.count)} longer than {self.max_length} tokens, split: {self.split}")
         return told + [f"warning: {warning}" for warning in self.warnings]
@@ -107,6 +120,8 @@ class DataReport:
             "split": self.split.count,
             "dropped_overlong": self.dropped_overlong.count,
             "dropped_untrained": self.dropped_untrained.count,
+            "same_responses": self.same_responses.count,
+            "split_off": self.split_off,
             "warnings": list(self.warnings),
         }
 

@@ -20,7 +20,7 @@ from muxtune.data.lines import file_sha256
 from muxtune.data.reader import ExampleReader, Record
 from muxtune.data.render import Rejected, Rendered
 from muxtune.data.shapes import teaches
-from muxtune.data.tokens import TableBuilder, TokenizedFile
+from muxtune.data.tokens import Mask, TableBuilder, TokenizedFile
 from muxtune.data.types import Example, Shape
 from muxtune.errors import StateError
 
@@ -88,10 +88,15 @@ def _render(batch: list[Record], renderer: ExampleRenderer, reader: ExampleReade
         if refused is not None:
             reader.problems.add(example.line, refused.code, refused.message, record.clip)
             continue
-        taught = teaches(example) or (renderer.train_on == "all" and example.rejected is None)
         for result in results:
             assert not isinstance(result, Rejected)
-            builder.add(result.ids, result.mask if taught else np.zeros_like(result.mask), example.line)
+            builder.add(result.ids, trained_mask(example, result, renderer.train_on), example.line)
+
+
+def trained_mask(example: Example, result: Rendered, train_on: str) -> Mask:
+    """The targets of one part of `example`: the renderer's, or none where the example's answers say nothing."""
+    taught = teaches(example) or (train_on == "all" and example.rejected is None)
+    return result.mask if taught else np.zeros_like(result.mask)
 
 
 def _system(example: Example) -> str | None:

@@ -27,7 +27,7 @@ from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
 from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
 from muxtune.spec.job import JobSpec
-from muxtune.spec.peft.targets import refuse_ends
+from muxtune.spec.peft.targets import refuse_unmatched
 
 _LEAST_CHUNK = 64  # tokens; smaller chunks cost more time than they save memory
 _PROCESS_STEP = 2**28  # bytes: two processes that do the same differ by less, mostly
@@ -153,12 +153,12 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, chunk_tok
     job = prepared.job
     rows, seen = _longest(prepared)
     parameters = job.peft.parameters(model.places)
-    _refuse_ends(job, model)
-    unknown = job.peft.unmatched(model.places)
-    if unknown or not parameters:
+    _check_targets(job, model)
+    if not parameters:
         raise AdapterError(
-            f"its peft names nothing in the base model: {', '.join(map(repr, unknown)) or job.peft.type}",
+            f"{job.peft.label} finds nothing to train in the base model",
             where=f"jobs.{job.name}.peft",
+            hint="choose another type, or other target_modules",
         )
     widest = _widest(job, rows, chunk_tokens)
     return JobSize(
@@ -207,11 +207,11 @@ def _state_bytes(job: JobSpec, model: Footprint, dtype: torch.dtype) -> int:
     return job.peft.state_bytes(model.places) * (torch.promote_types(dtype, torch.float32).itemsize // 4)
 
 
-def _refuse_ends(job: JobSpec, model: Footprint) -> None:
+def _check_targets(job: JobSpec, model: Footprint) -> None:
     try:
-        refuse_ends(job.peft, model.places)
+        refuse_unmatched(job.peft, model.places)
     except AdapterError as error:
-        raise AdapterError(error.message, where=f"jobs.{job.name}.peft", hint=error.hint) from None
+        raise AdapterError(error.message, where=f"jobs.{job.name}.peft.{error.where}", hint=error.hint) from None
 
 
 def _too_large(

@@ -89,6 +89,7 @@ class TrainingRun:
     keep_going: let a job with bad data or settings fail alone.
     stop: asked at each round; true checkpoints every task and ends the run.
     num_hidden_layers: cut the base model, for fast checks.
+    locate: tells a job's error where in a file its key was given (ResolvedRun.locate).
     """
 
     run: RunSpec
@@ -98,6 +99,7 @@ class TrainingRun:
     stop: Callable[[], bool] = lambda: False
     cache_dir: Path | None = None
     num_hidden_layers: int | None = None
+    locate: Callable[[MuxTuneError], None] = lambda error: None
     failures: list[Failure] = field(default_factory=list)  # jobs that could not begin; set while `events` runs
 
     def plan(self) -> list[PlannedJob]:
@@ -136,6 +138,7 @@ class TrainingRun:
             try:
                 prepared.append(preparer.prepare(plan.job, created=plan.created))
             except MuxTuneError as error:
+                self.locate(error)
                 failures.append(Failure(plan.job, error))
         if failures and not self.keep_going:
             raise _first_of(failures)
@@ -171,6 +174,8 @@ class TrainingRun:
             process_bytes=used,
             memory_limit=self.run.memory_limit,
         )
+        for _, error in admission.refused:
+            self.locate(error)
         if admission.refused and not self.keep_going:
             raise _first_of([Failure(job, error) for job, error in admission.refused])
         return admission
@@ -310,7 +315,7 @@ def _opening(one: _Started, *, recompute: bool) -> Iterator[TaskEvent]:
     for reason in one.passed_over:
         yield TaskEvent("warning", task.name, task.step, f"passed over {reason}")
     recomputed = _RECOMPUTED if recompute else None
-    for warning in (*filter(None, [recomputed, one.size.warning]), *one.prepared.data.report.warnings):
+    for warning in (*filter(None, [recomputed, one.size.warning]), *one.prepared.warnings):
         yield TaskEvent("warning", task.name, task.step, warning)
 
 

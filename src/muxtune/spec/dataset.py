@@ -41,12 +41,15 @@ class _DataFile(Spec):
         return {"path": data} if isinstance(data, str) else data
 
 
+MAX_WEIGHT = 1000  # copies are held in memory; what is to be seen longer has max_steps
+
+
 class Dataset(_DataFile):
     """One file of examples. `weight` scales how often each of its examples is seen in an epoch."""
 
     path: PathText
     type: DatasetType | None = None
-    weight: Annotated[Number, Field(gt=0)] = 1
+    weight: Annotated[Number, Field(gt=0, le=MAX_WEIGHT)] = 1
 
 
 class Validation(_DataFile):

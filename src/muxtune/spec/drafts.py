@@ -30,10 +30,11 @@ class Draft:
     at: str
     sweeps: bool  # the run's matrix applies
     name_origin: Origin
+    flat: bool = False  # written beside the run's keys
 
 
-def read_drafts(top: Table, source: str) -> tuple[Draft, ...]:
-    """The jobs of a file in its order. `top` is the whole file."""
+def read_drafts(top: Table, source: str, *, swept: bool) -> tuple[Draft, ...]:
+    """The jobs of a file in its order. `top` is the whole file; `swept` says whether it has a matrix."""
     if "jobs" not in top.entries:
         return (_flat_job(top, source),)
     for key, node in top.entries.items():
@@ -46,7 +47,7 @@ def read_drafts(top: Table, source: str) -> tuple[Draft, ...]:
     jobs = as_items(top.get("jobs"), "jobs")
     if not jobs.nodes:
         raise ConfigError("holds no job", where=jobs.origin.at("jobs"))
-    drafts = tuple(_listed_job(node, below, f"jobs.{index}") for index, node in enumerate(jobs.nodes))
+    drafts = tuple(_listed_job(node, below, f"jobs.{index}", swept) for index, node in enumerate(jobs.nodes))
     _check_unique(drafts)
     return drafts
 
@@ -76,10 +77,10 @@ def _flat_job(top: Table, source: str) -> Draft:
     stem = Leaf(PurePath(source).stem, Origin(source).noted("the file's name"))
     name, origin = _name(top.get("name") or stem, "name")
     table = canonical_job(top.without(*_TOP_KEYS, "name"), "")
-    return Draft(name, table, "", sweeps=True, name_origin=origin)
+    return Draft(name, table, "", sweeps=True, name_origin=origin, flat=True)
 
 
-def _listed_job(node: Node, below: Table, at: str) -> Draft:
+def _listed_job(node: Node, below: Table, at: str, swept: bool) -> Draft:
     if is_null(node) or not isinstance(node, Table):
         raise ConfigError("should be a mapping of a job's keys", where=node.origin.at(at))
     given = node.get("name")
@@ -89,7 +90,7 @@ def _listed_job(node: Node, below: Table, at: str) -> Draft:
     at = f"jobs.{name}"
     above = canonical_job(node.without("name", "matrix"), at)
     table = replace(merge_job(below, above), origin=node.origin)
-    return Draft(name, table, at, sweeps=_sweeps(node.get("matrix"), at), name_origin=origin)
+    return Draft(name, table, at, sweeps=_sweeps(node.get("matrix"), at, swept), name_origin=origin)
 
 
 def _name(node: Node, at: str) -> tuple[str, Origin]:
@@ -99,13 +100,17 @@ def _name(node: Node, at: str) -> tuple[str, Origin]:
         raise ConfigError(error.message, where=node.origin.at(at), hint=error.hint) from None
 
 
-def _sweeps(node: Node | None, at: str) -> bool:
+def _sweeps(node: Node | None, at: str, swept: bool) -> bool:
     if node is None or is_null(node):
         return True
     if not isinstance(node, Leaf):
         hint = "matrix belongs to the top of the file; a job may say matrix: false"
         raise ConfigError("a job has no matrix of its own", where=node.origin.at(at, "matrix"), hint=hint)
     try:
-        return read_flag(node.text)
+        sweeps = read_flag(node.text)
     except ConfigError as error:
         raise ConfigError(error.message, where=node.origin.at(at, "matrix")) from None
+    if sweeps and not swept:
+        hint = "matrix: {grid: {learning_rate: [1e-4, 2e-4]}} at the top of the file, or leave it out"
+        raise ConfigError("there is no matrix to be in", where=node.origin.at(at, "matrix"), hint=hint)
+    return sweeps

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from muxtune.errors import ConfigError
+from muxtune.errors import ConfigError, MuxTuneError
 from muxtune.spec.aliases import canonical_run, is_run_alias
 from muxtune.spec.border import Spec
 from muxtune.spec.drafts import RUN_KEYS, Draft, read_drafts
@@ -44,6 +44,16 @@ class ResolvedRun:
         """Where the value at a path of `run` came from; jobs go by name: origin("jobs", "sql", "peft", "r")."""
         return origin_at(self.given, path)
 
+    def locate(self, error: MuxTuneError) -> None:
+        """Add file and line to an error that names a job's key (`jobs.sql.peft.r`), where the key was given."""
+        names = [job.name for job in self.run.jobs if f"{error.where}.".startswith(f"jobs.{job.name}.")]
+        if error.where is not None and names:
+            name = max(names, key=len)  # a name may have dots
+            rest = error.where.removeprefix(f"jobs.{name}").strip(".")
+            path = ("jobs", name, *(rest.split(".") if rest else ()))
+            *_, nearest_given = way_to(self.given, path)
+            error.where = nearest_given.origin.at(error.where)
+
 
 def load_run(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> ResolvedRun:
     """The run that a file and `KEY=VALUE`s over it describe. Raises ConfigError."""
@@ -53,12 +63,14 @@ def load_run(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Resolved
     for override in overrides:
         if _sets_run(override):
             top = merge(top, canonical_run(override.table))
+    points = read_matrix(top.get("matrix"))
     drafts = expanded(
-        read_drafts(top, source),
-        read_matrix(top.get("matrix")),
+        read_drafts(top, source, swept=bool(points)),
+        points,
         [override for override in overrides if not _sets_run(override)],
     )
     tables = {draft.name: _finished(draft, os.path.dirname(source)) for draft in drafts}
+    _check_any_job(drafts, tables)
     jobs = tuple(_validated(JobSpec, tables[draft.name], draft.at) for draft in drafts)
     table = without_nulls(Table({key: node for key, node in top.entries.items() if key in RUN_KEYS}, top.origin))
     run = _validated(RunSpec, replace(table, origin=Origin(source)), "", jobs=jobs)
@@ -70,8 +82,19 @@ def _sets_run(override: Override) -> bool:
     return key in RUN_KEYS or key == "matrix" or is_run_alias(key)
 
 
+def _check_any_job(drafts: Sequence[Draft], tables: dict[str, Table]) -> None:
+    """Raises ConfigError for a file that neither lists jobs nor is one."""
+    flat = next((draft for draft in drafts if draft.flat), None)
+    if flat is not None and "datasets" not in tables[flat.name].entries:
+        raise ConfigError(
+            "there are neither jobs nor the datasets of a single one",
+            where=flat.table.origin.at("jobs"),
+            hint="jobs: [{name: a, datasets: [a.jsonl]}], or datasets beside base_model",
+        )
+
+
 def _finished(draft: Draft, folder: str) -> Table:
-    table = _with_short_name(with_data_paths(without_nulls(draft.table), folder))
+    table = _with_short_name(with_data_paths(without_nulls(draft.table), folder, draft.at))
     return replace(table, entries={"name": Leaf(draft.name, draft.name_origin), **table.entries})
 
 

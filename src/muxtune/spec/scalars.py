@@ -22,6 +22,7 @@ _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _MAX_NUMBER_CHARS = 64
 _EXACT_FLOAT = 2**53
+_MAX_INTEGER = 2**63
 
 
 def clip(value: object, limit: int = 60) -> str:
@@ -67,9 +68,13 @@ def read_number(value: object) -> int | float:
 
 
 def read_integer(value: object) -> int:
+    """A whole number below 2^63, exactly as it is written."""
     number = read_number(value)
-    if not isinstance(number, int):
+    if isinstance(number, float) and not number.is_integer():
         raise ConfigError(f"should be a whole number, got {clip(value)}")
+    if isinstance(number, float) or abs(number) >= _MAX_INTEGER:
+        hint = "its digits in full" if abs(number) < _MAX_INTEGER else f"at most {_MAX_INTEGER - 1}"
+        raise ConfigError(f"is too large for a whole number: {clip(value)}", hint=hint)
     return number
 
 
@@ -78,6 +83,11 @@ def read_flag(value: object) -> bool:
     if not isinstance(flag, bool):
         raise ConfigError(f"should be true or false, got {clip(value)}")
     return flag
+
+
+def is_flag(text: str) -> bool:
+    """Whether `text` writes true or false."""
+    return text.lower() in _FLAGS
 
 
 def read_path(value: object) -> str:
@@ -91,10 +101,18 @@ def read_size(value: object) -> int:
     text = value.strip() if isinstance(value, str) else ""
     match = _SIZE.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
     if match is None:
+        if isinstance(value, str) and parse_number(text) is None:
+            raise ConfigError(
+                f"should be a size, got {clip(value)}",
+                hint="bytes, or a number with kB, MB, GB, TB, KiB, MiB, GiB or TiB",
+            )
         return read_integer(value)
     number, prefix, binary = match.groups()
     base = 1024 if binary else 1000
-    return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
+    size = float(number) * base ** " kmgt".index(prefix.lower() or " ")
+    if size >= _MAX_INTEGER:
+        raise ConfigError(f"is too large for a size in bytes: {clip(value)}", hint=f"at most {_MAX_INTEGER - 1}")
+    return int(size)
 
 
 def read_list(value: object) -> object:

@@ -10,12 +10,13 @@ from pydantic import BeforeValidator
 
 from muxtune.errors import AdapterError, ConfigError
 from muxtune.spec.peft.base import Kind, PeftBase, Place
-from muxtune.spec.scalars import clip, read_flag
+from muxtune.spec.scalars import clip, nearest, read_flag
 
 ALL_LINEAR = "all-linear"
 ALL_NORMS = "all-norms"
 ENDS: tuple[Kind, ...] = ("embedding", "head")
 
+_TARGET_KEYS = ("target_modules", "feedforward_modules")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
@@ -75,6 +76,38 @@ def unmatched(targets: str | tuple[str, ...], places: Iterable[Place], *kinds: K
     return tuple(target for target in wanted if not any(_names(target, place) for place in own))
 
 
+def refuse_unmatched(spec: PeftBase, places: Iterable[Place]) -> None:
+    """Raises AdapterError, `where` the key of the spec, for a target that names nothing it could train: with the
+    nearest name and all names that there are."""
+    places = tuple(places)
+    refuse_ends(spec, places)
+    unknown = spec.unmatched(places)
+    if not unknown:
+        return
+    key = next((key for key in _TARGET_KEYS if set(unknown) & set(getattr(spec, key, None) or ())), None)
+    if key is None:
+        lacking = ", ".join(unknown)
+        hint = "choose another type of adapter"
+        raise AdapterError(f"the base model has nothing that {spec.label} needs: {lacking}", where="type", hint=hint)
+    unknown = tuple(name for name in unknown if name in getattr(spec, key))
+    known = _nameable(spec, key, places)
+    near = nearest(unknown[0].rpartition(".")[2], known)
+    guess = f"did you mean {near!r}? " if near else ""
+    everything = type(spec).model_fields[key].default
+    also = f", or {everything!r}" if isinstance(everything, str) else ""
+    raise AdapterError(
+        f"{', '.join(map(repr, unknown))} is nothing in the base model that {spec.label} trains",
+        where=key,
+        hint=f"{guess}it has: {', '.join(known)}{also}",
+    )
+
+
+def _nameable(spec: PeftBase, key: str, places: Iterable[Place]) -> list[str]:
+    """The last parts of the names that the spec's `key` may hold: those it would find something by."""
+    names = sorted({place.name.rpartition(".")[2] for place in places})
+    return [name for name in names if name not in spec.model_copy(update={key: (name,)}).unmatched(places)]
+
+
 def refuse_ends(spec: PeftBase, places: Iterable[Place]) -> None:
     """Raises AdapterError where a spec's targets name the token embedding or the head, and its type trains neither."""
     places = tuple(places)
@@ -83,7 +116,8 @@ def refuse_ends(spec: PeftBase, places: Iterable[Place]) -> None:
             if place.kind in ENDS and _names(target, place):
                 what = "head" if place.kind == "head" else "token embedding"
                 raise AdapterError(
-                    f"target_modules {target!r} is the base model's {what}, which {spec.label} does not train",
+                    f"{target!r} is the base model's {what}, which {spec.label} does not train",
+                    where="target_modules",
                     hint="leave it out, or use lora or rslora",
                 )
 

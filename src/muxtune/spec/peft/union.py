@@ -117,7 +117,7 @@ def _expanded(short: str, settings: Mapping[str, object]) -> PeftBase:
 def _refused_type(given: str) -> ConfigError:
     if given.lower() == "qlora":
         return ConfigError("qlora needs a quantised backbone, which is not supported", where="type", hint="type: lora")
-    supported = "supported: " + ", ".join(PEFT_SPECS)
+    supported = "supported: " + ", ".join((*PEFT_SPECS, *_SHORT_NAMES))
     near = nearest(given, (*PEFT_SPECS, *_SHORT_NAMES))
     hint = f"did you mean {near!r}? {supported}" if near else supported
     return ConfigError(f"unknown PEFT type {given!r}", where="type", hint=hint)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from muxtune.engine.arguments import as_path
 from muxtune.engine.task_folder import status_of
 from muxtune.engine.training import TrainingRun
 from muxtune.spec.event import RunEvent
@@ -36,7 +37,7 @@ def train(
 
     Raises MuxTuneError for whatever is wrong before anything trains; a job that fails later is in the answer.
     """
-    run = config if isinstance(config, RunSpec) else load_run(config, sets).run
+    run = config if isinstance(config, RunSpec) else load_run(as_path(config, "config"), sets).run
     training = TrainingRun(run, resume=resume, overwrite=overwrite, keep_going=keep_going)
     for event in training.events():
         if on_event is not None:

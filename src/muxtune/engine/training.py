@@ -232,7 +232,7 @@ class TrainingRun:
         """The folders to train into: what is overwritten goes, all of it first, then folders are made or reopened."""
 
         def export(finished: Task, folder: Path) -> None:
-            engine.save(finished, folder)
+            engine.export(finished, folder)
 
         if self.overwrite:
             for one in started:

@@ -115,7 +115,7 @@ def test_check_vllm(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     model = ["--base-model", json.loads((trained / "sql/job.json").read_text())["base_model"]]
     capsys.readouterr()
     assert run(["export", str(tmp_path / "dora"), "--check", "vllm", *model]) == 1
-    assert "vLLM: vLLM does not support DoRA" in capsys.readouterr().out
+    assert "vLLM: DoRA is not supported" in capsys.readouterr().out
 
 
 def test_a_pickle_is_never_opened(tmp_path: Path, capsys: Capture) -> None:

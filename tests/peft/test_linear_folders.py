@@ -296,7 +296,7 @@ def test_vllm_serves_what_is_a_plain_lora(name: str, flags: tuple[str, ...], tmp
     assert report.ok and report.flags == ("--enable-lora", *flags)
 
 
-@pytest.mark.parametrize(("name", "words"), [("dora", "does not support DoRA"), ("ia3", "serves LoRA only")])
+@pytest.mark.parametrize(("name", "words"), [("dora", "DoRA is not supported"), ("ia3", "LoRA only is served")])
 def test_vllm_refuses_the_others_for_one_reason(name: str, words: str, tmp_path: Path) -> None:
     report = check_vllm(write("llama", name, tmp_path / "a"), linear_sizes(tiny_model("llama")))
     assert len(report.problems) == 1 and words in report.problems[0]

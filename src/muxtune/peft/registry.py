@@ -146,6 +146,11 @@ def changes(stored: StoredAdapter, view: BackboneView) -> Changes:
     return kind.changes(stored, view)
 
 
+def is_mergeable(peft_type: object) -> bool:
+    """Whether adapters of this `peft_type` of adapter_config.json are changes of parameters."""
+    return isinstance(peft_type, str) and isinstance(READERS.get(peft_type), MergeableType)
+
+
 def start_from(spec: PeftBase, adapter: Adapter, folder: Path, view: BackboneView, *, base_sha256: str | None) -> None:
     """Give a fresh adapter the values of a folder, which must be the adapter that `spec` describes."""
     stored = read_stored(folder, view, base_sha256=base_sha256)

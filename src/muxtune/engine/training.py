@@ -172,7 +172,7 @@ class TrainingRun:
             memory_limit=self.run.memory_limit,
         )
         if admission.refused and not self.keep_going:
-            raise _first_of([Failure(job, error) for job, error in admission.refused])
+            raise _first_of([Failure(job, error) for job, error in admission.refusals])
         return admission
 
     def _train(

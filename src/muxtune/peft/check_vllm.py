@@ -31,7 +31,7 @@ _OUTSIDE = re.compile(r"(^|\.)(lm_head|embed_out|embed_tokens|wte|score)(\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class VllmReport:
-    """`problems` say why vLLM would refuse the folder or serve it wrong, without naming vLLM; `flags` are what it must be
+    """`problems` say why vLLM would refuse the folder or serve it wrong, without its name; `flags` are what it must be
     started with."""
 
     problems: tuple[str, ...]

@@ -21,12 +21,14 @@ Prompt: TypeAlias = str | Sequence[Message]
 
 
 def as_path(value: object, where: str) -> Path:
+    """Anything that names a path by text; whether there is something is not asked."""
     if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
         raise ConfigError(f"should be a path, not {_kind(value)}", where=where)
     return Path(value)
 
 
 def as_job(value: object) -> JobSpec:
+    """A job, and not the mapping that one is made of."""
     if not isinstance(value, JobSpec):
         raise ConfigError(
             f"should be a muxtune.Job, not {_kind(value)}",
@@ -57,6 +59,7 @@ def as_requests(value: object) -> Sequence[tuple[object, object]]:
 
 
 def as_count(value: object, where: str, *, least: int = 1) -> int:
+    """A whole number of 63 bits that is not below `least`."""
     if not isinstance(value, Integral):
         raise ConfigError(f"should be a whole number, not {_kind(value)}", where=where)
     whole = int(value)

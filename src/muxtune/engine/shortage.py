@@ -21,6 +21,7 @@ _SHOWN = 3  # names of jobs in one sentence
 def too_large(
     size: JobSize, model: Footprint, sizes: Sequence[JobSize], limit_bytes: int, process_bytes: int
 ) -> ConfigError:
+    """What is said of one job beside `sizes`, itself among them; what to do is added when that is known."""
     states = sum(one.held_bytes for one in sizes)
     left = limit_bytes - process_bytes - model.weights_bytes - states
     return ConfigError(

@@ -97,7 +97,7 @@ def main() -> int:
 
     print("\nThe adapters, as peft loads them:")
     for name in names:
-        print(f"  {engine.save(name, OUTPUT / name)}")
+        print(f"  {engine.save(name, OUTPUT / name, overwrite=True)}")
 
     print(f"\nThe same work task by task with transformers + peft, {SLICE_STEPS} steps of each task ...")
     show_pace(pace, with_peft(engine.base.path), len(names))

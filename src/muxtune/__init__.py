@@ -58,13 +58,35 @@ _HOMES = {name: ("muxtune.spec", name) for name in __all__ if name != "MuxTuneEr
     "RunResult": ("muxtune.api", "RunResult"),
     "Message": ("muxtune.data.types", "Message"),
 }
+_KINDS = {  # what `type` takes in a config file, and has no class of its own
+    "dora": "Lora(use_dora=True)",
+    "rslora": "Lora(use_rslora=True)",
+    "pissa": 'Lora(init_lora_weights="pissa")',
+    "houlsby": 'Bottleneck(placement="houlsby")',
+    "pfeiffer": 'Bottleneck(placement="pfeiffer")',
+    "parallel": 'Bottleneck(placement="parallel")',
+}
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"module 'muxtune' has no attribute {name!r}")
+        raise AttributeError(f"module 'muxtune' has no attribute {name!r}{_hint(name)}")
     module, attribute = _HOMES[name]
     return getattr(import_module(module), attribute)
+
+
+def _hint(name: str) -> str:
+    """What may have been meant: a kind of a PEFT type, or a name that is spelt otherwise."""
+    plain = name.replace("_", "").lower().removesuffix("config")
+    if plain in _KINDS:
+        return f": say muxtune.{_KINDS[plain]}"
+    if name.startswith("_"):  # Python itself asks for such names
+        return ""
+    from difflib import get_close_matches
+
+    spelt = {public.lower(): public for public in __all__}
+    near = get_close_matches(plain, spelt, n=1, cutoff=0.75)
+    return f": did you mean muxtune.{spelt[near[0]]}?" if near else f"; it has {', '.join(__all__)}"
 
 
 def __dir__() -> list[str]:

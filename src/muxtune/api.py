@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from muxtune.engine.arguments import as_path
 from muxtune.engine.task_folder import status_of
 from muxtune.engine.training import TrainingRun
 from muxtune.spec.event import RunEvent
@@ -39,7 +40,7 @@ def train(
     if isinstance(config, RunSpec):
         training = TrainingRun(config, resume=resume, overwrite=overwrite, keep_going=keep_going)
     else:
-        found = load_run(config, sets)
+        found = load_run(as_path(config, "config"), sets)
         training = TrainingRun(
             found.run, resume=resume, overwrite=overwrite, keep_going=keep_going, locate=found.locate
         )

@@ -52,6 +52,17 @@ def test_the_adapter_alone(trained: Path, tiny_llama: Path, tmp_path: Path, caps
     assert "there is something already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("source", ["sql", "chat/checkpoints/step-00000040"])
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_a_place_that_cannot_be_written(form: str, source: str, trained: Path, tmp_path: Path, capsys: Capture) -> None:
+    """The folder that was asked for is named, and none of the names that are used on the way."""
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file/out", Path("/proc/out"), tmp_path / ("x" * 300)):
+        assert run(["export", str(trained / source), "--format", form, "--out", str(out)]) == 2
+        told = capsys.readouterr().err
+        assert f"error: {out}: cannot be written: " in told and "choose a folder" in told and "staged" not in told
+
+
 def test_another_name_for_the_base(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     command = ["export", str(trained / "sql"), "--out", str(tmp_path / "named"), "--base-name"]
     assert run([*command, "/models/llama"]) == 2
@@ -104,7 +115,7 @@ def test_check_vllm(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     model = ["--base-model", json.loads((trained / "sql/job.json").read_text())["base_model"]]
     capsys.readouterr()
     assert run(["export", str(tmp_path / "dora"), "--check", "vllm", *model]) == 1
-    assert "vLLM: vLLM does not support DoRA" in capsys.readouterr().out
+    assert "vLLM: DoRA is not supported" in capsys.readouterr().out
 
 
 def test_a_pickle_is_never_opened(tmp_path: Path, capsys: Capture) -> None:

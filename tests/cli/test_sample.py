@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -73,6 +74,17 @@ def test_compare(trained: Path, tiny_llama: Path, capsys: Capture) -> None:
 def test_the_shell_streams_to_a_pipe(shell: Shell, trained: Path) -> None:
     ended = shell.run("sample", "trained/chat", QUESTION, FORCE_COLOR="1")
     assert (ended.code, ended.out, ended.err) == (0, "yes\n", "")
+
+
+def test_a_prompt_longer_than_any_path_is_a_prompt(trained: Path, capsys: Capture) -> None:
+    assert run(["sample", str(trained / "chat"), "a" * 300, "--max-new-tokens", "1"]) in (0, 2)
+    assert "File name too long" not in capsys.readouterr().err
+    assert run(["sample", str(trained / "chat"), "say " * 1000]) == 2
+    told = capsys.readouterr().err
+    assert re.match(
+        r"error: prompt: the prompt has [0-9]{4} tokens, there is room for 255 and a reply\n  shorten it", told
+    )
+    assert len(told) < 300, "the prompt is not told back"
 
 
 def test_an_adapter_of_another_base(trained: Path, tmp_path: Path, capsys: Capture) -> None:

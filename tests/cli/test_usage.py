@@ -34,6 +34,8 @@ from tests.cli.projects import TRAINED, write_config
         (["sample", "runs/a", "runs/b", "hello"], "ask them all with --compare"),
         (["sample", ".", "."], "is a folder where the prompt should be"),
         (["sample", "nowhere", "hello"], "neither an adapter folder nor a run"),
+        (["sample", "say " * 1000, "runs/sql"], "neither an adapter folder nor a run"),
+        (["sample", "runs/sql", ""], "the prompt is empty"),
         (["data", "check", "data/sql.jsonl", "--type", "completion"], "say prompt_completion"),
         (["data", "check", "data/sql.jsonl", "--base-model", "nothing-like-it"], "there is no model 'nothing-like-it'"),
         (["models", "pull", "nothing-like-it"], "there is no model 'nothing-like-it'"),

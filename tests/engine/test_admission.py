@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from muxtune.data.prepare import PreparedJob, Preparer
-from muxtune.engine.admission import Admission, JobSize, admit, size_text
+from muxtune.engine.admission import Admission, JobSize, admit
 from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
+from muxtune.engine.shortage import size_text
 from muxtune.errors import AdapterError
 from muxtune.models.memory import Footprint
 from muxtune.spec.peft import Place
+from muxtune.spec.scalars import read_size
 from tests.engine.runs import job, write_data
 
 ROW, HEAD, WEIGHTS, PROCESS = 1000, 50_000, 2_000_000, 3_000_000
@@ -191,6 +194,58 @@ def test_a_sequence_longer_than_a_chunk_counts_by_its_keys_and_values(tiny_llama
     (cut,) = sized(64, longest)
     assert (cut.widest, cut.chunk_tokens, cut.carried_bytes) == (64, 64, 100 * longest)
     assert not sized(64, longest - 1)
+
+
+def _named(one: PreparedJob, number: int, **peft: int) -> PreparedJob:
+    changed = one.job.model_copy(update={"name": f"j{number}", "peft": one.job.peft.model_copy(update=peft)})
+    return replace(one, job=changed)
+
+
+@pytest.mark.parametrize("process", [PROCESS, 2**28 - 10**7, 2**29 + 10**7])
+@pytest.mark.parametrize("wide", [{}, {"r": 9000}])
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, blocks=10, input_bytes=300)])
+def test_many_jobs_are_refused_in_one_sentence_with_the_least_that_works(
+    model: Footprint, wide: dict[str, int], process: int, prepared: dict[str, PreparedJob]
+) -> None:
+    """At that limit they all fit, with a process a little larger than now, and not at a tenth (and a MB) less."""
+    jobs = [
+        _named(prepared[name], 10 * place + number, **wide)
+        for place, name in enumerate(prepared)
+        for number in range(10)
+    ]
+
+    def limited(limit: int, process: int = process) -> Admission:
+        return admit(jobs, model, dtype=torch.float32, limit_bytes=limit, process_bytes=process, memory_limit=limit)
+
+    found = limited(10**6)
+    assert len(found.refused) == 30
+    ((_, error),) = found.refusals
+    assert error.where == "jobs" and "30 of 30 jobs do not fit into memory (j" in error.message
+    assert error.message.count("do not fit") == 1 and len(str(error)) < 500
+    told = re.fullmatch(
+        r"give it more memory: memory_limit: (\S+) is the least that works for all 30 jobs", str(error.hint)
+    )
+    assert told is not None, "shorter sequences and fewer jobs would not help"
+    least = read_size(told[1])
+    assert abs(least - found.least_bytes) <= 1
+    assert not limited(least).refused and not limited(least, process + process // 60).refused
+    assert limited(least - least // 10 - 10**6).refused
+
+
+def test_a_refusal_advises_what_can_help(prepared: dict[str, PreparedJob]) -> None:
+    jobs = list(prepared.values())
+    ((_, error),) = admitted(jobs, HEAD + ROW * widest(prepared["chat"]) - 1).refusals
+    assert str(error.hint).startswith("lower max_length or the number of jobs, or give it more memory: memory_limit: ")
+    ((_, error),) = admitted(jobs[:1], HEAD).refusals
+    assert re.fullmatch(
+        r"lower max_length, or give it .*: memory_limit: [0-9]+MB is the least that works", str(error.hint)
+    )
+    none = _named(prepared["sql"], 1)
+    unknown = replace(
+        none, job=none.job.model_copy(update={"peft": none.job.peft.model_copy(update={"target_modules": ("nope",)})})
+    )
+    refusals = admitted([*jobs, unknown], -(10**6)).refusals
+    assert len(refusals) == 2 and "names nothing" in refusals[0][1].message and "3 of 3 jobs" in refusals[1][1].message
 
 
 def test_not_even_the_adapters_fit(prepared: dict[str, PreparedJob]) -> None:

@@ -118,7 +118,7 @@ def test_a_reply_ends_where_the_positions_do(name: str, model: Path, data: Path,
     engine = muxtune.Engine(str(model))
     task = engine.attach(_job(data, name, peft=wide, max_steps=1))
     assert engine.sample("How many?", task=task, max_new_tokens=500) is not None
-    with pytest.raises(ConfigError, match="there is room for 60"):
+    with pytest.raises(ConfigError, match="there is room for 59 and a reply"):
         engine.sample("How many users are above forty? " * 20, task=task)
 
 

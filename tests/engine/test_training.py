@@ -374,7 +374,7 @@ def test_a_start_that_has_changed_is_refused(make: Make, cache: Path, disk: Path
     before = everything(disk / "run")
     config = json.loads((start / "adapter_config.json").read_text())
     other = LocalEngine(run.base_model, cache_dir=cache)
-    other.save(other.attach(run.job("a").model_copy(update={"adapter_path": None})), start)
+    other.save(other.attach(run.job("a").model_copy(update={"adapter_path": None})), start, overwrite=True)
     assert json.loads((start / "adapter_config.json").read_text())["r"] == config["r"]
     with pytest.raises(CheckpointError, match="adapter_path has changed"):
         train(run, cache_dir=cache, resume=True)

@@ -63,7 +63,7 @@ def test_a_rank_above_the_largest_is_a_problem(tmp_path: Path) -> None:
         ({"lora_bias": True}, "bias"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
-        ({"peft_type": "IA3"}, "LoRA only"),
+        ({"peft_type": "IA3"}, "LoRA only is served; export it merged, if"),
         ({"r": 8}, "r is 8 but the tensors have rank 4"),
         ({"lora_alpha": None}, "lora_alpha"),
         ({"target_modules": None}, "target_modules"),
@@ -74,6 +74,18 @@ def test_config_problems_are_named(tmp_path: Path, changes: dict[str, JsonValue]
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     problems = check_vllm(path.parent, SIZES).problems
     assert len(problems) == 1 and words in problems[0]
+    assert "vLLM" not in problems[0], "whoever prints them says of whom they are"
+
+
+@pytest.mark.parametrize(
+    ("kind", "merges"),
+    [("IA3", True), ("SHIRA", True), ("MUXTUNE_BOTTLENECK", False), ("PREFIX_TUNING", False), ("OTHER", False)],
+)
+def test_a_merged_export_is_advised_where_the_type_can_be_merged(kind: str, merges: bool, tmp_path: Path) -> None:
+    path = adapter(tmp_path) / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"peft_type": kind}))
+    (problem,) = check_vllm(path.parent, SIZES).problems
+    assert ("export it merged" in problem) is merges
 
 
 def renamed(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
@@ -92,11 +104,11 @@ def renamed(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
         (lambda t: t.update({f"{PREFIX}score.weight": torch.ones(2)}), "not lora_A or lora_B weights"),
         (
             lambda t: t.update({f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.ones(2)}),
-            "will not load this: tensors on the embedding or the head: model.embed_tokens.lora_embedding_A",
+            "tensors on the embedding or the head are not loaded: model.embed_tokens.lora_embedding_A",
         ),
         (lambda t: t.update({f"{PREFIX}{MODULE}.lora_A.weight": torch.ones(())}), "not lora_A or lora_B weights"),
-        (renamed(MODULE, "lm_head"), "embedding or the head: lm_head"),
-        (renamed(MODULE, "model.embed_tokens"), "embedding or the head: model.embed_tokens"),
+        (renamed(MODULE, "lm_head"), "embedding or the head are not loaded: lm_head"),
+        (renamed(MODULE, "model.embed_tokens"), "embedding or the head are not loaded: model.embed_tokens"),
         (renamed(MODULE, "layers.0.self_attn.q_proj"), "silently: layers.0.self_attn.q_proj"),
         (renamed("model.layers.1", "model.layers.9"), "and 2 more"),
         (renamed(f"{PREFIX}{MODULE}", f"model.{MODULE}"), "not lora_A or lora_B weights"),

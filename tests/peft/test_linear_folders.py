@@ -11,6 +11,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import yaml
 from peft.utils import PeftType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,7 +27,7 @@ from muxtune.peft.check_vllm import check_vllm
 from muxtune.peft.convert import PREFIX
 from muxtune.peft.folder import write_adapter
 from muxtune.peft.multiplex import hooks
-from muxtune.peft.registry import build_adapter, give, payload, read_stored
+from muxtune.peft.registry import build_adapter, give, payload, read_stored, start_from
 from muxtune.spec.peft import IA3, Lora, PeftBase
 from tests.engine.build import CPU, backbone_of
 from tests.engine.linears import NAMES, start_state, trial_called
@@ -130,6 +131,46 @@ def test_we_read_what_we_write(arch: str, name: str, tmp_path: Path) -> None:
         assert stored.spec.r == 2 * spec.r and stored.spec.scaling == pytest.approx(spec.scaling, rel=1e-15)
     else:
         assert all(torch.equal(value.double(), adapter.state()[point]) for point, value in stored.values.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_a_job_goes_on_from_its_own_folder(arch: str, name: str, tmp_path: Path) -> None:
+    """Under its own peft, or as the plain LoRA that a PiSSA is kept as, by the settings that the refusal gives."""
+    folder, (_, expected) = write(arch, name, tmp_path / "a"), trained(arch, name)
+    backbone, spec = backbone_of(arch, torch.float64), trial_called(name).peft
+
+    def started(spec: PeftBase) -> Adapter:
+        with exact_fp64():
+            fresh = build_adapter(spec, backbone, seed=9, dtype=backbone.dtype, device=CPU)
+            start_from(spec, fresh, folder, backbone, base_sha256=None)
+        return fresh
+
+    if isinstance(spec, Lora) and spec.pissa:
+        with pytest.raises(AdapterError, match="another adapter than the job's peft says") as caught:
+            started(spec)
+        settings = yaml.safe_load(str(caught.value.hint).removeprefix("set the job's peft to the folder's: "))
+        assert settings["type"] == "lora" and settings["r"] == 2 * spec.r
+        spec = Lora(**settings)
+    torch.testing.assert_close(our_logits(backbone, started(spec)), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_ia3_goes_on_where_the_same_modules_are_scaled_alike(tmp_path: Path) -> None:
+    """Square linears have vectors of the same shape either way: which side is scaled is judged too."""
+    backbone, folder = backbone_of("llama"), tmp_path / "a"
+    own = IA3(target_modules=("o_proj", "k_proj"), feedforward_modules=("o_proj",))
+    adapter = build_adapter(own, backbone, seed=0, dtype=torch.float32, device=CPU)
+    write_adapter(folder, payload(own, adapter, backbone), MANIFEST)
+    for spec in (own, IA3(target_modules=("self_attn.o_proj", "k_proj"), feedforward_modules=("self_attn.o_proj",))):
+        start_from(spec, adapter, folder, backbone, base_sha256=None)
+    for other in (
+        IA3(),
+        IA3(target_modules=("o_proj", "k_proj")),
+        IA3(target_modules=("o_proj", "k_proj"), feedforward_modules=()),
+    ):
+        with pytest.raises(AdapterError, match=r"another adapter .*feedforward_modules") as caught:
+            start_from(other, adapter, folder, backbone, base_sha256=None)
+        assert "{type: ia3}, and feedforward_modules to those of its adapter_config.json" in str(caught.value)
 
 
 def test_the_configs_say_no_more_than_peft_has_always_known(tmp_path: Path) -> None:
@@ -255,7 +296,7 @@ def test_vllm_serves_what_is_a_plain_lora(name: str, flags: tuple[str, ...], tmp
     assert report.ok and report.flags == ("--enable-lora", *flags)
 
 
-@pytest.mark.parametrize(("name", "words"), [("dora", "does not support DoRA"), ("ia3", "serves LoRA only")])
+@pytest.mark.parametrize(("name", "words"), [("dora", "DoRA is not supported"), ("ia3", "LoRA only is served")])
 def test_vllm_refuses_the_others_for_one_reason(name: str, words: str, tmp_path: Path) -> None:
     report = check_vllm(write("llama", name, tmp_path / "a"), linear_sizes(tiny_model("llama")))
     assert len(report.problems) == 1 and words in report.problems[0]

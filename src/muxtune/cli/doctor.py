@@ -52,8 +52,8 @@ def _software() -> dict[str, object]:
 def _machine() -> dict[str, object]:
     import torch
 
-    from muxtune.engine.admission import size_text
     from muxtune.engine.load import choose_device, choose_dtype
+    from muxtune.engine.shortage import size_text
     from muxtune.models.memory import memory_here
 
     device = choose_device("auto")

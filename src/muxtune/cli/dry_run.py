@@ -16,8 +16,9 @@ import torch
 
 from muxtune.cli.errors import print_error
 from muxtune.cli.terminal import console, duration, grid, print_json, tell
-from muxtune.engine.admission import Admission, JobSize, size_text
+from muxtune.engine.admission import Admission, JobSize
 from muxtune.engine.load import choose_device, choose_dtype
+from muxtune.engine.shortage import size_text
 from muxtune.engine.task_folder import load_checkpoint
 from muxtune.engine.training import Failure, PlannedJob, TrainingRun
 from muxtune.models.memory import Footprint

@@ -76,9 +76,10 @@ def _copy(folder: Path, out: Path, base_name: str | None, base_model: str | None
 
 def _merge(folder: Path, out: Path, base_model: str | None) -> None:
     from muxtune.engine.merge import merge_adapter
+    from muxtune.peft.folder import writing
 
     base = _base(folder, base_model)
-    with _finished(folder, base) as adapter:
+    with _finished(folder, base) as adapter, writing(out):
         report = merge_adapter(adapter, base, out)
     print(out)
     note = f" ({base.note})" if base.note else ""
@@ -120,9 +121,10 @@ def _export_checkpoint(folder: Path, dest: Path, base: ModelFolder, base_name: s
     from muxtune.cli.terminal import tell
     from muxtune.engine.adapters import name_of
     from muxtune.engine.local import LocalEngine
+    from muxtune.peft.folder import require_free, writing
 
-    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
-        raise AdapterError("there is something already", where=str(dest), hint="choose a new folder")
+    with writing(dest):
+        require_free(dest)
     engine = LocalEngine(base)
     task = engine.load(folder, name=name_of(folder))
     tell(f"{folder} is not finished: this is its checkpoint at step {task.step}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from muxtune.errors import AdapterError, ConfigError
 if TYPE_CHECKING:
     from muxtune.engine.local import LocalEngine
     from muxtune.engine.task import Task
+
+_SHOWN = 80  # characters of an argument that is no folder
 
 
 def sample(
@@ -74,15 +77,27 @@ def sample(
 
 
 def _split(arguments: Sequence[str], compare: bool) -> tuple[list[Path], str]:
-    """The folders, and the prompt that comes last."""
+    """The folders, and the prompt that comes last.
+
+    A prompt may be any text, longer than any path: `os.path.isdir` answers false where `Path.is_dir` would raise, and
+    takes the empty text for no folder.
+    """
     *folders, prompt = arguments
     if not folders:
         hint = "the prompt comes last: muxtune sample runs/three/sql 'How many users are there?'"
         raise ConfigError("there should be an adapter folder and a prompt", where="sample", hint=hint)
-    if Path(prompt).is_dir():
+    if not prompt.strip():
+        hint = "the prompt comes last, in quotes; is a variable of the shell unset?"
+        raise ConfigError("the prompt is empty", where="sample", hint=hint)
+    if os.path.isdir(prompt):
         raise ConfigError("is a folder where the prompt should be", where=prompt, hint="the prompt comes last")
     if len(folders) > 1 and not compare:
         raise ConfigError(f"{len(folders)} adapters are given", where="sample", hint="ask them all with --compare")
+    for folder in folders:
+        if not os.path.isdir(folder):
+            shown = folder if len(folder) <= _SHOWN else f"{folder[:_SHOWN]}..."
+            hint = "adapter folders come first, such as runs/NAME/JOB; then the prompt, in quotes"
+            raise AdapterError("this is neither an adapter folder nor a run", where=shown, hint=hint)
     return [Path(folder) for folder in folders], prompt
 
 

@@ -64,6 +64,20 @@ def is_finished(path: Path) -> bool:
     return (path / CONFIG_FILE).exists() and not goes_on
 
 
+def refuse_unfinished(path: Path) -> None:
+    """Raises AdapterError where `path` is a run without an adapter, or a checkpoint: those answer, and are exported,
+    but training starts from adapters only, whose values stay what they are."""
+    run = _around(path)
+    if (path / CONFIG_FILE).exists() or not (run / JOB).exists():
+        return
+    what = "a run that is not finished" if run == path else "a checkpoint"
+    raise AdapterError(
+        f"this is {what}, not an adapter folder",
+        where=str(path),
+        hint=f"make one with `muxtune export {path} --out DIR`, and give DIR",
+    )
+
+
 def name_of(path: Path) -> str:
     """The name of the job whose run, or a checkpoint of whose run, is at `path`."""
     return read_origin(_run_of(path)).job.name
@@ -142,7 +156,7 @@ def _checkpoint(path: Path, name: str, base: ModelFolder, preparer: Preparer) ->
 
 def _run_of(path: Path) -> Path:
     """The run that `path` is, or is a checkpoint of."""
-    run = path.parent.parent if _STEP.fullmatch(path.name) and path.parent.name == CHECKPOINTS else path
+    run = _around(path)
     if not (run / JOB).exists():
         raise AdapterError(
             "this is neither an adapter folder nor a run",
@@ -150,6 +164,11 @@ def _run_of(path: Path) -> Path:
             hint=f"give a folder that holds {CONFIG_FILE} or {JOB}, such as runs/NAME/JOB",
         )
     return run
+
+
+def _around(path: Path) -> Path:
+    """The run that a checkpoint at `path` is of; `path` itself where it is none."""
+    return path.parent.parent if _STEP.fullmatch(path.name) and path.parent.name == CHECKPOINTS else path
 
 
 def _whole(path: Path) -> Checkpoint:

@@ -24,12 +24,14 @@ import torch
 
 from muxtune.data.prepare import PreparedJob
 from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
+from muxtune.engine.shortage import all_too_large, rounded_up, too_large, what_to_do
 from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft.targets import refuse_unmatched
 
 _LEAST_CHUNK = 64  # tokens; smaller chunks cost more time than they save memory
+_PROCESS_SHARE = 50  # the part of a process by which the same one may be larger the next time
 _PROCESS_STEP = 2**28  # bytes: two processes that do the same differ by less, mostly
 
 
@@ -67,7 +69,8 @@ class JobSize:
 @dataclass(frozen=True, slots=True)
 class Admission:
     """`refused` jobs cannot run at all; the others fit together at `fuse_tokens` rows a micro-batch, with recomputation
-    where `model` says so."""
+    where `model` says so. `short` are those of the refused that want memory; at a memory_limit of `least_bytes` all
+    jobs have enough."""
 
     model: Footprint
     limit_bytes: int
@@ -76,6 +79,17 @@ class Admission:
     fuse_tokens: int
     peak_bytes: int
     refused: tuple[tuple[JobSpec, MuxTuneError], ...] = ()
+    short: tuple[JobSize, ...] = ()
+    least_bytes: int = 0
+
+    @property
+    def refusals(self) -> tuple[tuple[JobSpec, MuxTuneError], ...]:
+        """`refused`, where those that want memory are told as one."""
+        names = {size.job.name for size in self.short}
+        if len(names) < 2:
+            return self.refused
+        others = [one for one in self.refused if one[0].name not in names]
+        return (*others, (self.short[0].job, all_too_large(self)))
 
 
 def admit(
@@ -94,16 +108,54 @@ def admit(
     """
     room = None
     if memory_limit is not None:
-        room = memory_limit + (-process_bytes // _PROCESS_STEP) * _PROCESS_STEP - model.weights_bytes
+        room = _room(memory_limit, process_bytes, model)
     budgets = {job.job.name: _chunk_tokens(job, model, dtype, room) for job in prepared}
     kept = _admit(prepared, model, dtype, limit_bytes, process_bytes, budgets)
     lean = model.recomputed()
-    if not kept.refused or lean.row_bytes >= model.row_bytes:
-        return kept
-    again = _admit(prepared, lean, dtype, limit_bytes, process_bytes, budgets)
-    if len(again.refused) < len(kept.refused):
-        return again
-    return replace(kept, refused=again.refused)  # who is told what the least would be
+    if lean.row_bytes >= model.row_bytes:
+        lean = model
+    elif kept.refused:
+        again = _admit(prepared, lean, dtype, limit_bytes, process_bytes, budgets)
+        if len(again.refused) < len(kept.refused):
+            kept = again
+        else:
+            kept = replace(kept, refused=again.refused, short=again.short)  # who is told what the least would be
+    return _advised(kept, prepared, lean, dtype) if kept.short else kept
+
+
+def _advised(found: Admission, prepared: Sequence[PreparedJob], lean: Footprint, dtype: torch.dtype) -> Admission:
+    """The same with what to do about it, in numbers."""
+    short = {size.job.name for size in found.short}
+    fitting = short | {size.job.name for size in found.sizes}
+    sized = [one for one in prepared if one.job.name in fitting]
+    found = replace(found, least_bytes=_least_limit(sized, lean, dtype, found.process_bytes))
+    hint = what_to_do(found)
+    refused = tuple(
+        (job, ConfigError(error.message, where=error.where, hint=hint) if job.name in short else error)
+        for job, error in found.refused
+    )
+    return replace(found, refused=refused)
+
+
+def _least_limit(prepared: Sequence[PreparedJob], lean: Footprint, dtype: torch.dtype, process_bytes: int) -> int:
+    """A memory_limit, in a round number, at which all of these fit together: with the chunks that it leaves them.
+
+    A higher limit may give larger chunks, which need more in turn; budgets only grow with it, and have an end.
+    """
+    limit = 0
+    while True:
+        room = _room(limit, process_bytes, lean)
+        sizes = [_size(job, lean, dtype, _chunk_tokens(job, lean, dtype, room)) for job in prepared]
+        held = process_bytes + lean.weights_bytes + sum(size.held_bytes for size in sizes)
+        needed = held + max(size.activation_bytes for size in sizes)
+        if needed <= limit:
+            return limit
+        limit = rounded_up(needed + process_bytes // _PROCESS_SHARE)
+
+
+def _room(memory_limit: int, process_bytes: int, model: Footprint) -> int:
+    """What a stated limit leaves for an adapter and its activations."""
+    return memory_limit + (-process_bytes // _PROCESS_STEP) * _PROCESS_STEP - model.weights_bytes
 
 
 def _admit(
@@ -123,17 +175,19 @@ def _admit(
             refused.append((job.job, error))
     held = process_bytes + model.weights_bytes
     taken: list[JobSize] = []
+    short: list[JobSize] = []
     for size in sorted(sizes, key=lambda size: size.held_bytes + size.activation_bytes):
         beside = [*taken, size]
         free = limit_bytes - held - size.held_bytes
         if max(one.activation_bytes for one in beside) <= free:
             taken, held = beside, held + size.held_bytes
         else:
-            refused.append((size.job, _too_large(size, model, beside, limit_bytes, process_bytes)))
+            short.append(size)
+            refused.append((size.job, too_large(size, model, beside, limit_bytes, process_bytes)))
     fitting = [size for size in sizes if size in taken]
     free = limit_bytes - held
     if not fitting:
-        return Admission(model, limit_bytes, process_bytes, (), 0, held, tuple(refused))
+        return Admission(model, limit_bytes, process_bytes, (), 0, held, tuple(refused), tuple(short))
     longest = max(size.longest for size in fitting)
     widest = max(size.widest for size in fitting)
     fuse_tokens = max(widest, min(DEFAULT_FUSE_TOKENS, model.rows_within(free, longest)))
@@ -146,6 +200,7 @@ def _admit(
         fuse_tokens,
         held + model.activation_bytes(used, longest),
         tuple(refused),
+        tuple(short),
     )
 
 
@@ -212,29 +267,3 @@ def _check_targets(job: JobSpec, model: Footprint) -> None:
         refuse_unmatched(job.peft, model.places)
     except AdapterError as error:
         raise AdapterError(error.message, where=f"jobs.{job.name}.peft.{error.where}", hint=error.hint) from None
-
-
-def _too_large(
-    size: JobSize, model: Footprint, sizes: Sequence[JobSize], limit_bytes: int, process_bytes: int
-) -> ConfigError:
-    states = sum(one.held_bytes for one in sizes)
-    left = limit_bytes - process_bytes - model.weights_bytes - states
-    return ConfigError(
-        f"does not fit into memory: its longest batch ({size.widest:,} tokens at once) needs about "
-        f"{size_text(size.activation_bytes)}{' with recomputation' * model.recompute}; "
-        f"of {size_text(limit_bytes)} there are {size_text(max(0, left))} left beside the process "
-        f"({size_text(process_bytes)}), the base model ({size_text(model.weights_bytes)}) and "
-        f"{len(sizes)} adapter{'s' * (len(sizes) != 1)} ({size_text(states)})",
-        where=f"jobs.{size.job.name}",
-        hint="lower max_length or the number of jobs, or give it more memory (memory_limit, another machine)",
-    )
-
-
-def size_text(size_bytes: int) -> str:
-    """1536000 -> "1.5 MB": three digits at most before the point, decimal units."""
-    size = float(size_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:
-            return f"{size:.0f} {unit}" if unit in ("B", "kB") else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -133,9 +133,9 @@ class Engine:
         """End a task at this step boundary; its adapter stays readable until it is detached."""
         self.task(task).become(JobStatus.CANCELLED)
 
-    def task(self, task: Task | str) -> Task:
+    def task(self, task: Task | str | object) -> Task:
         """The attached task; raises StateError where there is none."""
-        name = task if isinstance(task, str) else task.name
+        name = task.name if isinstance(task, Task) else str(task)
         found = self.tasks.get(name)
         if found is None or (isinstance(task, Task) and found is not task):
             raise StateError(

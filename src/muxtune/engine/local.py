@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,8 +23,8 @@ import torch
 from muxtune.data.manifest import BaseIdentity, TrainingManifest
 from muxtune.data.prepare import PreparedJob, Preparer, prompt_ids
 from muxtune.data.render import Renderer
-from muxtune.data.types import Message
-from muxtune.engine.adapters import Voice, base_voice, read_stored
+from muxtune.engine.adapters import Voice, base_voice, read_stored, refuse_unfinished
+from muxtune.engine.arguments import Prompt, as_count, as_job, as_number, as_path, as_prompt, as_requests
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
 from muxtune.engine.references import ReferenceCache, References, ground_of
@@ -35,13 +34,11 @@ from muxtune.engine.task import Sequences, Task
 from muxtune.errors import ConfigError, StateError, TaskError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
-from muxtune.peft.folder import write_adapter
+from muxtune.peft.folder import require_free, write_adapter, writing
 from muxtune.peft.registry import give, payload, start_from
 from muxtune.plan.round import Policy
 from muxtune.spec.event import StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
-
-Prompt = str | Sequence[Message]
 
 
 class LocalEngine(Engine):
@@ -56,7 +53,7 @@ class LocalEngine(Engine):
 
     def __init__(
         self,
-        base_model: str | ModelFolder,
+        base_model: str | os.PathLike[str] | ModelFolder,
         *,
         device: str = "auto",
         dtype: DTypeName = "auto",
@@ -69,9 +66,12 @@ class LocalEngine(Engine):
         cache_dir: Path | None = None,
     ) -> None:
         if threads is not None:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(as_count(threads, "threads"))
         cache = cache_dir or default_cache_dir()
-        self.base = resolve(base_model, cache_dir=cache) if isinstance(base_model, str) else base_model
+        if not isinstance(base_model, ModelFolder):
+            name = base_model if isinstance(base_model, str) else str(as_path(base_model, "base_model"))
+            base_model = resolve(name, cache_dir=cache)
+        self.base = base_model
         self.preparer = Preparer(self.base.path, cache_dir=cache / "tokens")
         backbone = load_backbone(self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers)
         ground = ground_of(
@@ -96,20 +96,18 @@ class LocalEngine(Engine):
 
         Raises what `Engine.attach` raises, DataError for bad data, AdapterError for a folder that does not fit.
         """
+        named = as_job(job).adapter_path
+        start = Path(named) if named is not None else None
+        if start is not None:
+            refuse_unfinished(start)
         prepared = prepared or self.preparer.prepare(job, created=datetime.now(UTC))
         sequences = Sequences(prepared.data.train, prepared.data.validation)
         task = super().attach(job, sequences, chunk_tokens=chunk_tokens)
         self._prepared[task.name] = prepared
         self._voices[task.name] = Voice(prepared.renderer, prepared.prompt_format)
-        if job.adapter_path is not None:
+        if start is not None:
             try:
-                start_from(
-                    job.peft,
-                    task.adapter,
-                    Path(job.adapter_path),
-                    self.backbone,
-                    base_sha256=self.base.weights_sha256,
-                )
+                start_from(job.peft, task.adapter, start, self.backbone, base_sha256=self.base.weights_sha256)
             except Exception:
                 self.detach(task)
                 raise
@@ -120,7 +118,8 @@ class LocalEngine(Engine):
 
         Raises AdapterError, CheckpointError, DataError (`muxtune.engine.adapters`), ConfigError for a name in use.
         """
-        stored = read_stored(Path(folder), name, base=self.base, view=self.backbone, preparer=self.preparer)
+        path = as_path(folder, "folder")
+        stored = read_stored(path, name, base=self.base, view=self.backbone, preparer=self.preparer)
         task = super().attach(stored.job, Sequences(()))
         try:
             give(task.adapter, stored.values, where=str(folder))
@@ -166,7 +165,7 @@ class LocalEngine(Engine):
         on_text: Callable[[str], None] | None = None,
     ) -> str:
         """The reply to one prompt, written as the task's training data wrote prompts; `on_text` hears it piecewise."""
-        request = replace(self._request(task, prompt, max_new_tokens), temperature=temperature, top_p=top_p, seed=seed)
+        request = self._request(task, prompt, max_new_tokens, temperature, top_p, seed)
         ids: list[int] = []
         told = ""
 
@@ -195,16 +194,34 @@ class LocalEngine(Engine):
     ) -> list[str]:
         """Replies to many prompts for any mix of adapters, decoded together on the one backbone."""
         drawn = [
-            replace(self._request(task, prompt, max_new_tokens), temperature=temperature, top_p=top_p, seed=seed)
-            for task, prompt in requests
+            self._request(task, prompt, max_new_tokens, temperature, top_p, seed)
+            for task, prompt in as_requests(requests)
         ]
         return [self._decode(ids) for ids in generate(self, drawn)]
 
-    def save(self, task: Task | str, folder: str | os.PathLike[str], *, base_name: str | None = None) -> Path:
+    def save(
+        self,
+        task: Task | str,
+        folder: str | os.PathLike[str],
+        *,
+        base_name: str | None = None,
+        overwrite: bool = False,
+    ) -> Path:
         """Write the task's adapter as a folder that peft loads, with tokenizer, card and manifest.
 
-        Raises StateError for a task that was loaded from such a folder.
+        A folder that holds anything is refused; with `overwrite` an adapter in it is replaced, and other files stay.
+
+        Raises AdapterError where it cannot be written, StateError for a task that was loaded from such a folder.
         """
+        found, dest = self.task(task), as_path(folder, "folder")
+        with writing(dest):
+            if not overwrite:
+                require_free(dest, hint="choose a new folder, or pass overwrite=True")
+            self.export(found, dest, base_name=base_name)
+        return dest
+
+    def export(self, task: Task | str, dest: Path, *, base_name: str | None = None) -> None:
+        """`save` into a folder that may hold a run; errors of the disk are left as they are."""
         found = self.task(task)
         prepared = self._prepared.get(found.name)
         if prepared is None:
@@ -219,23 +236,43 @@ class LocalEngine(Engine):
             found.step,
         )
         own_template = prepared.renderer.template_source if found.job.chat_template is not None else None
-        write_adapter(Path(folder), exported, manifest, model_folder=self.base.path, chat_template=own_template)
-        return Path(folder)
+        write_adapter(dest, exported, manifest, model_folder=self.base.path, chat_template=own_template)
 
-    def _request(self, task: Task | str | None, prompt: Prompt, max_new_tokens: int) -> Request:
-        if max_new_tokens < 1:
-            raise ConfigError("max_new_tokens must be at least 1", where="max_new_tokens")
+    def _request(
+        self,
+        task: object,
+        prompt: object,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Request:
+        """Raises ConfigError for an argument of the wrong kind or range, and for a prompt that leaves no room."""
+        max_new_tokens = as_count(max_new_tokens, "max_new_tokens")
+        drawn = (
+            as_number(temperature, "temperature"),
+            as_number(top_p, "top_p", most=1),
+            as_count(seed, "seed", least=0),
+        )
         name, voice = self._voice(task)
-        ids = prompt_ids(voice.renderer, voice.form, prompt)
-        limit = self.backbone.max_positions
-        if limit is not None:
-            limit -= self.task(name).job.peft.lead if name is not None else 0
-            max_new_tokens = min(max_new_tokens, limit - len(ids))
-            if max_new_tokens < 1:
-                raise ConfigError(f"the prompt has {len(ids)} tokens, there is room for {limit}", where="prompt")
-        return Request(name, ids.tolist(), frozenset(voice.form.stop_token_ids), max_new_tokens)
+        ids = prompt_ids(voice.renderer, voice.form, as_prompt(prompt))
+        if not len(ids):
+            raise ConfigError("the prompt is empty: there is no token to go on from", where="prompt")
+        positions = self.backbone.max_positions
+        if positions is not None:
+            lead = self.task(name).job.peft.lead if name is not None else 0
+            room = positions - lead - 1
+            if len(ids) > room:
+                beside = f" beside {lead} virtual tokens" if lead else ""
+                raise ConfigError(
+                    f"the prompt has {len(ids)} tokens, there is room for {room} and a reply{beside}",
+                    where="prompt",
+                    hint=f"shorten it: the base model takes {positions} tokens, the reply among them",
+                )
+            max_new_tokens = min(max_new_tokens, positions - lead - len(ids))
+        return Request(name, ids.tolist(), frozenset(voice.form.stop_token_ids), max_new_tokens, *drawn)
 
-    def _voice(self, task: Task | str | None) -> tuple[str | None, Voice]:
+    def _voice(self, task: object) -> tuple[str | None, Voice]:
         """How prompts are written for a task, or for the bare backbone."""
         if task is not None:
             name = self.task(task).name

@@ -177,7 +177,7 @@ class TrainingRun:
         for _, error in admission.refused:
             self.locate(error)
         if admission.refused and not self.keep_going:
-            raise _first_of([Failure(job, error) for job, error in admission.refused])
+            raise _first_of([Failure(job, error) for job, error in admission.refusals])
         return admission
 
     def _train(
@@ -237,7 +237,7 @@ class TrainingRun:
         """The folders to train into: what is overwritten goes, all of it first, then folders are made or reopened."""
 
         def export(finished: Task, folder: Path) -> None:
-            engine.save(finished, folder)
+            engine.export(finished, folder)
 
         if self.overwrite:
             for one in started:

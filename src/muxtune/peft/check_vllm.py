@@ -17,6 +17,7 @@ from muxtune.data.manifest import JsonValue
 from muxtune.peft.adapter_config import clip
 from muxtune.peft.convert import PREFIX
 from muxtune.peft.folder import WEIGHTS_FILE, read_config
+from muxtune.peft.registry import is_mergeable
 from muxtune.peft.untrusted import SafetensorsFile
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank may be; an adapter may have any rank up to it
@@ -30,7 +31,8 @@ _OUTSIDE = re.compile(r"(^|\.)(lm_head|embed_out|embed_tokens|wte|score)(\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class VllmReport:
-    """`problems` say why vLLM would refuse the folder or serve it wrong; `flags` are what it must be started with."""
+    """`problems` say why vLLM would refuse the folder or serve it wrong, without its name; `flags` are what it must be
+    started with."""
 
     problems: tuple[str, ...]
     flags: tuple[str, ...]
@@ -64,9 +66,11 @@ def check_vllm(folder: Path, attach_points: Collection[str]) -> VllmReport:
 
 def _other_type(config: Mapping[str, JsonValue]) -> str | None:
     """Why vLLM has nothing that could serve an adapter of this kind; None for a plain LoRA."""
-    if config.get("peft_type") != "LORA":
-        return f"peft_type {clip(config.get('peft_type'))}: vLLM serves LoRA only; export it merged, if it can be"
-    return "vLLM does not support DoRA; export it merged" if config.get("use_dora") else None
+    named = config.get("peft_type")
+    if named != "LORA":
+        advice = "; export it merged, if the base model has the weights that it changes"
+        return f"peft_type {clip(named)}: LoRA only is served{advice if is_mergeable(named) else ''}"
+    return "DoRA is not supported; export it merged" if config.get("use_dora") else None
 
 
 def _config_problems(config: Mapping[str, JsonValue]) -> list[str]:
@@ -76,11 +80,11 @@ def _config_problems(config: Mapping[str, JsonValue]) -> list[str]:
         if config.get(key) is None
     ]
     if config.get("modules_to_save"):
-        problems.append("vLLM refuses modules_to_save; export it merged")
+        problems.append("modules_to_save are refused")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
-        problems.append("vLLM refuses a trained bias (bias, lora_bias)")
+        problems.append("a trained bias (bias, lora_bias) is refused")
     problems += [
-        f"vLLM ignores {key} and would scale the modules it names wrongly"
+        f"{key} is ignored: the modules that it names would be scaled wrongly"
         for key in ("rank_pattern", "alpha_pattern")
         if config.get(key)
     ]
@@ -101,14 +105,14 @@ def _name_problems(
     )
     problems = []
     if not modules and not outside:
-        problems.append("there is no LoRA tensor: vLLM would serve the bare base model")
+        problems.append("there is no LoRA tensor: the bare base model would be served")
     if odd:
-        problems.append(f"vLLM refuses tensors that are not lora_A or lora_B weights: {_some(odd)}")
+        problems.append(f"tensors that are not lora_A or lora_B weights are refused: {_some(odd)}")
     if outside:
         shown = _some(sorted(key.removeprefix(PREFIX) for key in outside))
-        problems.append(f"vLLM will not load this: tensors on the embedding or the head: {shown}; export it merged")
+        problems.append(f"tensors on the embedding or the head are not loaded: {shown}; export it merged")
     if unknown:
-        problems.append(f"no such module in the base model, vLLM would drop these silently: {_some(unknown)}")
+        problems.append(f"no such module in the base model, these would be dropped silently: {_some(unknown)}")
     if halves:
         problems.append(f"lora_A or lora_B is missing: {_some(halves)}")
     return problems
@@ -118,10 +122,10 @@ def _rank_problems(r: JsonValue, ranks: Collection[int]) -> list[str]:
     problems = []
     if any(rank != r for rank in ranks):
         problems.append(
-            f"r is {clip(r)} but the tensors have rank {', '.join(map(str, sorted(ranks)))}: vLLM scales by r"
+            f"r is {clip(r)} but the tensors have rank {', '.join(map(str, sorted(ranks)))}: they are scaled by r"
         )
     if any(rank > RANKS[-1] for rank in ranks):
-        problems.append(f"rank {max(ranks)} is above {RANKS[-1]}, the largest that vLLM takes")
+        problems.append(f"rank {max(ranks)} is above {RANKS[-1]}, the largest that can be loaded")
     return problems
 
 

@@ -21,6 +21,8 @@ from muxtune.peft.folder import (
     check_public_name,
     read_config,
     read_manifest,
+    require_free,
+    writing,
 )
 from muxtune.peft.untrusted import SafetensorsFile
 
@@ -29,19 +31,23 @@ def copy_adapter(folder: Path, dest: Path, *, base_name: str | None = None) -> N
     """Copy the adapter in `folder` to the new folder `dest`; `base_name` is what its config shall call its base.
 
     Raises:
-        AdapterError: no adapter there, or one that is damaged or unsafe; `dest` holds something; the name is a path.
+        AdapterError: no adapter there, or one that is damaged or unsafe; `dest` holds something or cannot be written;
+            the name is a path.
     """
-    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
-        raise AdapterError("there is something already", where=str(dest), hint="choose a new folder")
+    with writing(dest):
+        require_free(dest)
     config, manifest = dict(read_config(folder)), read_manifest(folder)
     with SafetensorsFile(folder / WEIGHTS_FILE):
         pass  # a header that describes exactly its bytes
     own = [folder / name for name in (MANIFEST_FILE, CARD_FILE) if (folder / name).is_file()]
-    with staged_folder(dest, key_file=CONFIG_FILE) as staging:
-        for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE, *own, *carried_files(folder)):
-            if file.is_symlink():
-                raise AdapterError("a symbolic link", where=str(file), hint="copy the file itself into the folder")
-            (staging / file.name).write_bytes(file.read_bytes())
+    contents: dict[str, bytes] = {}
+    for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE, *own, *carried_files(folder)):
+        if file.is_symlink():
+            raise AdapterError("a symbolic link", where=str(file), hint="copy the file itself into the folder")
+        contents[file.name] = file.read_bytes()
+    with writing(dest), staged_folder(dest, key_file=CONFIG_FILE) as staging:
+        for name, content in contents.items():
+            (staging / name).write_bytes(content)
         if base_name is None:
             return
         check_public_name(base_name)

@@ -13,11 +13,13 @@ never opened. A folder is read in time and memory proportional to what its confi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -88,6 +90,28 @@ def write_adapter(
             write_text(staging / GENERATION_FILE, _json(generation))
         if chat_template is not None:
             write_text(staging / TEMPLATE_FILE, chat_template)
+
+
+def require_free(dest: Path, *, hint: str = "choose a new folder") -> None:
+    """Raises AdapterError where there is something at `dest` already."""
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise AdapterError("there is something already", where=str(dest), hint=hint)
+
+
+@contextmanager
+def writing(dest: Path) -> Iterator[None]:
+    """What the disk refuses while the block writes `dest`, as an AdapterError that names the folder asked for."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, FileExistsError):  # where a folder should be
+            reason = f"{error.filename} is a file"
+        raise AdapterError(
+            f"cannot be written: {reason}",
+            where=str(dest),
+            hint="choose a folder in a place that may be written and has room",
+        ) from error
 
 
 def check_public_name(base: str) -> None:

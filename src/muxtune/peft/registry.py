@@ -6,6 +6,7 @@ Everything outside this package goes through the functions below, and never asks
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from muxtune.errors import AdapterError
+from muxtune.peft.adapter_config import clip
 from muxtune.peft.base import Adapter, BackboneView
 from muxtune.peft.bitfit import BITFIT
 from muxtune.peft.bottleneck import BOTTLENECK
@@ -144,19 +146,24 @@ def changes(stored: StoredAdapter, view: BackboneView) -> Changes:
     return kind.changes(stored, view)
 
 
+def is_mergeable(peft_type: object) -> bool:
+    """Whether adapters of this `peft_type` of adapter_config.json are changes of parameters."""
+    return isinstance(peft_type, str) and isinstance(READERS.get(peft_type), MergeableType)
+
+
 def start_from(spec: PeftBase, adapter: Adapter, folder: Path, view: BackboneView, *, base_sha256: str | None) -> None:
     """Give a fresh adapter the values of a folder, which must be the adapter that `spec` describes."""
     stored = read_stored(folder, view, base_sha256=base_sha256)
-    differing = [
-        f"{key}: {theirs!r}, the job's is {ours!r}"
-        for key, ours, theirs in _settings(spec, stored.spec)
-        if ours != theirs
-    ]
-    if type(stored.spec) is not type(spec) or differing:
+    ours, theirs = _settings(spec, view), _settings(stored.spec, view)
+    differing = {key: value for key, value in theirs.items() if key in ours and ours[key] != value}
+    if differing:
+        told = "; ".join(f"{key}: {clip(value)}, the job's is {clip(ours[key])}" for key, value in differing.items())
+        fields = type(stored.spec).model_fields
+        own = {key: theirs[key] for key in theirs.keys() - ours.keys() if theirs[key] != fields[key].default}
         raise AdapterError(
-            f"it is another adapter than the job's peft says ({'; '.join(differing) or stored.spec.type})",
+            f"it is another adapter than the job's peft says ({told})",
             where=str(folder),
-            hint="set the job's peft to the folder's",
+            hint=_how_to_go_on({"type": stored.spec.type, **differing, **own}),
         )
     give(adapter, stored.values, where=str(folder))
 
@@ -175,8 +182,21 @@ def give(adapter: Adapter, values: Mapping[str, Tensor], *, where: str) -> None:
     adapter.load(values)
 
 
-def _settings(spec: PeftBase, stored: PeftBase) -> list[tuple[str, object, object]]:
-    """What the two say of each setting that decides what the parameters mean: dropout and targets do not."""
-    ours, theirs = spec.model_dump(), stored.model_dump()
-    keys = [key for key in ours if key in theirs and "dropout" not in key and "target_modules" not in key]
-    return [(key, ours[key], theirs[key]) for key in keys]
+def _settings(spec: PeftBase, view: BackboneView) -> dict[str, Any]:
+    """Each setting that decides what the parameters mean, resolved for this base model: dropout and targets do not
+    (what the targets come to is compared by the names of the parameters)."""
+    said = spec.resolved(view.places).model_dump()
+    return {key: value for key, value in said.items() if "dropout" not in key and "target_modules" not in key}
+
+
+def _how_to_go_on(settings: Mapping[str, Any]) -> str:
+    """The folder's settings as they are written in a config; lists of modules are in its own config."""
+    said = [f"{key}: {_written(value)}" for key, value in settings.items() if not key.endswith("_modules")]
+    lists = [key for key in settings if key.endswith("_modules")]
+    beside = f", and {' and '.join(lists)} to those of its {CONFIG_FILE}" if lists else ""
+    return f"set the job's peft to the folder's: {{{', '.join(said)}}}{beside}"
+
+
+def _written(value: Any) -> str:
+    whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if whole else value).strip('"')

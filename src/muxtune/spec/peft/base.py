@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from muxtune.spec.border import Spec
 
@@ -48,6 +48,10 @@ class PeftBase(Spec, ABC):
     def unmatched(self, places: Iterable[Place]) -> tuple[str, ...]:
         """Names among its targets that are no attach point of the base model."""
         return ()
+
+    def resolved(self, places: Iterable[Place]) -> Self:
+        """The same adapter with what its settings leave to the base model's family said outright."""
+        return self
 
     @property
     def label(self) -> str:

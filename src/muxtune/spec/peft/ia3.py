@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from muxtune.spec.peft.base import PeftBase, Place
 from muxtune.spec.peft.targets import ALL_LINEAR, Names, Targets, targeted, unmatched
@@ -44,6 +44,12 @@ class IA3(PeftBase):
             inputs = targeted(self.feedforward_modules, chosen)
         names = {place.name for place in inputs}
         return Scaled([place for place in chosen if place.name not in names], inputs)
+
+    def resolved(self, places: Iterable[Place]) -> Self:
+        """By full names, of those whose input is scaled too: two that scale the same modules alike are then equal."""
+        outputs, inputs = ([place.name for place in chosen] for chosen in self.scaled(places))
+        named = {"target_modules": tuple(sorted(outputs + inputs)), "feedforward_modules": tuple(sorted(inputs))}
+        return self.model_copy(update=named)
 
     def unmatched(self, places: Iterable[Place]) -> tuple[str, ...]:
         places = tuple(places)

@@ -17,9 +17,10 @@ import torch
 from muxtune.cli.errors import print_error
 from muxtune.cli.terminal import console, duration, grid, print_json, tell
 from muxtune.engine.admission import Admission, JobSize, size_text
+from muxtune.engine.begin import Failure, PlannedJob
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.task_folder import load_checkpoint
-from muxtune.engine.training import Failure, PlannedJob, TrainingRun
+from muxtune.engine.training import TrainingRun
 from muxtune.models.memory import Footprint
 from muxtune.spec.schedule import total_steps
 
@@ -52,16 +53,17 @@ class Estimate:
 
 def print_dry_run(training: TrainingRun, *, as_json: bool) -> int:
     """0, or 1 where --keep-going lets a job fail alone. Raises MuxTuneError for what would stop the run."""
-    planned = training.plan()
+    planned, refused = training.plan()
     base = training.base()
     prepared, failures = training.prepare(planned, base)
+    failures = [*refused, *failures]
     admission = training.admit(prepared, base) if prepared else None
     if admission is not None:
         failures = failures + [Failure(job, error) for job, error in admission.refused]
     estimates = _estimates(training, planned, prepared, admission)
     finished = [plan.job.name for plan in planned if plan.begin == "finished"]
     for failure in failures:
-        print_error(failure.error)
+        print_error(failure.named)
     if as_json:
         print_json(_as_json(estimates, finished, failures, admission))
     else:
@@ -114,7 +116,7 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
         size.parameters,
         size.state_bytes,
         flops / rate * _BESIDE_PRODUCTS,
-        (*report.warnings, *filter(None, [size.warning])),
+        (*plan.warnings, *report.warnings, *filter(None, [size.warning])),
     )
 
 
@@ -201,7 +203,7 @@ def _as_json(
     return {
         "jobs": [asdict(one) for one in estimates],
         "finished": list(finished),
-        "failed": [{"name": failure.job.name, "error": failure.error.message} for failure in failures],
+        "failed": [{"name": failure.job.name, "error": failure.told} for failure in failures],
         "memory": memory,
         "time_s": sum(one.time_s for one in estimates),
     }

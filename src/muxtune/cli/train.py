@@ -83,7 +83,7 @@ def _train(training: TrainingRun, arguments: Sequence[str]) -> int:
                 raise
             error = caught
     for failure in training.failures:
-        print_error(failure.error)
+        print_error(failure.named)
     if error is not None:
         print_error(error)
     if view.began or not insisted:

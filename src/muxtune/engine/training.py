@@ -26,7 +26,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from muxtune.data.prepare import PreparedJob, Preparer
-from muxtune.durable import discard, make_folder, sweep
+from muxtune.durable import discard, make_folder, sweep, try_folder
 from muxtune.engine import checkpoint
 from muxtune.engine.admission import Admission, JobSize, admit
 from muxtune.engine.begin import Failure, PlannedJob, plan_job
@@ -37,11 +37,13 @@ from muxtune.engine.runner import Runner
 from muxtune.engine.task import Task
 from muxtune.engine.task_folder import CHECKPOINTS, Origin, TaskFolder, load_checkpoint
 from muxtune.engine.trace_file import TraceFile
-from muxtune.errors import CheckpointError, ConfigError, MuxTuneError, StateError
+from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
+from muxtune.peft.folder import read_config
 from muxtune.spec.event import RunEvent, TaskEvent
+from muxtune.spec.job import JobSpec
 from muxtune.spec.run import RunSpec
 
 LOCK = ".muxtune.lock"
@@ -100,9 +102,18 @@ class TrainingRun:
     def base(self) -> ModelFolder:
         return resolve(self.run.base_model, cache_dir=self._cache)
 
-    def prepare(self, planned: list[PlannedJob], base: ModelFolder) -> tuple[list[PreparedJob], list[Failure]]:
-        """Read all data of the jobs that are not finished. Raises the first error unless `keep_going`.
+    def check_output(self) -> None:
+        """Raises ConfigError where the output folder cannot be made or written into; leaves nothing there."""
+        folder = Path(self.run.output_dir)
+        try:
+            try_folder(folder)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
 
+    def prepare(self, planned: list[PlannedJob], base: ModelFolder) -> tuple[list[PreparedJob], list[Failure]]:
+        """Read all data of the jobs that are not finished, and see that their `adapter_path` is an adapter's folder.
+
+        Raises the first error unless `keep_going`.
         Whatever that says, ConfigError where a job has trained on other base weights.
         """
         _check_base(planned, base)
@@ -113,6 +124,7 @@ class TrainingRun:
             if plan.begin == "finished":
                 continue
             try:
+                _check_start(plan.job)
                 prepared.append(preparer.prepare(plan.job, created=plan.created))
             except MuxTuneError as error:
                 failures.append(Failure(plan.job, error, plan.progress.step))
@@ -251,7 +263,7 @@ class TrainingRun:
                 hint="wait until it has ended, or choose another output_dir",
             ) from None
         except OSError as error:
-            raise ConfigError(f"cannot be written: {error}", where="output_dir") from None
+            raise _unwritable(folder, error) from None
         try:
             sweep(folder)
             yield
@@ -261,6 +273,25 @@ class TrainingRun:
     @property
     def _cache(self) -> Path:
         return self.cache_dir or default_cache_dir()
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot be written: {folder}: {error.strerror}",
+        where="output_dir",
+        hint="choose another folder, or mend what is in its way",
+    )
+
+
+def _check_start(job: JobSpec) -> None:
+    """Raises AdapterError where `adapter_path` is no adapter's folder; whether it fits the job shows at `attach`."""
+    if job.adapter_path is None:
+        return
+    try:
+        read_config(Path(job.adapter_path))
+    except AdapterError as error:
+        where = f"jobs.{job.name}.adapter_path: {error.where}"
+        raise AdapterError(error.message, where=where, hint=error.hint) from None
 
 
 def _start(engine: LocalEngine, plan: PlannedJob, prepared: PreparedJob, size: JobSize) -> _Started:

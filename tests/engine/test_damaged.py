@@ -40,7 +40,10 @@ def warnings_of(events: list[RunEvent], name: str) -> list[str]:
     return [event.message for event in found if event.task == name]
 
 
-@pytest.mark.parametrize("text", ["", "x", "[]", "{}", '{"status": "asleep"}', "[" * 100_000], ids=repr)
+STATUSES = {"empty": "", "text": "x", "list": "[]", "nothing": "{}", "unknown": '{"status": "asleep"}', "deep": "[" * 9**5}
+
+
+@pytest.mark.parametrize("text", STATUSES.values(), ids=STATUSES)
 def test_a_status_that_cannot_be_read_is_made_again(text: str, make: Make, cache: Path, disk: Path) -> None:
     """From the newest checkpoint, of a finished job and of one that is not."""
     jobs: dict[str, dict[str, Any]] = {"done": {"max_steps": 2}, "half": {}}

@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _STAGED = re.compile(r"\.(.+)\.[0-9a-f]{8}\.staged")
@@ -74,6 +74,15 @@ def make_folder(path: Path) -> None:
     make_folder(path.parent)
     path.mkdir(exist_ok=True)
     sync(path.parent)
+
+
+def try_folder(path: Path) -> None:
+    """Raises OSError where no folder could be made at `path`, or nothing written into the one there; leaves nothing."""
+    there = next((folder for folder in (path, *path.parents) if os.path.lexists(folder)), path)
+    trial = _beside(there / "trial")
+    trial.mkdir()
+    with suppress(FileNotFoundError):  # swept by a run that has begun just now
+        trial.rmdir()
 
 
 def discard(path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_signal_from_elsewhere(
     ended = running.wait()
     assert ended.code == 130 and "stopping at the end of this step" in ended.err
     assert f"Continue with: muxtune train {name}.yaml --resume" in ended.err
-    assert "running" not in ended.out and "queued" in ended.out
+    assert "running" not in ended.out and "stopped" in ended.out
     _check_resumed(shell, f"{name}.yaml", project / name, undisturbed)
 
 

@@ -199,6 +199,91 @@ def test_dry_run_of_what_is_there(shell: Shell, trained: Path, project: Path) ->
     assert shell.run("train", "trained.yaml", "--dry-run").code == 2
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"adapter_path": "nowhere"}, r"error: jobs\.sql\.adapter_path: nowhere: no such folder"),
+        ({"adapter_path": "."}, r"error: jobs\.sql\.adapter_path: \.: adapter_config\.json is missing"),
+        ({"output_dir": "data/sql.jsonl"}, r"error: output_dir: cannot be written: data/sql\.jsonl: "),
+        (
+            {"output_dir": "data/sql.jsonl/x"},
+            r"error: output_dir: cannot be written: data/sql\.jsonl/x: ",
+        ),
+        ({"output_dir": "/dev/null/x"}, r"error: output_dir: cannot be written: /dev/null/x: "),
+        ({"output_dir": "/proc/x"}, r"error: output_dir: cannot be written: /proc/x: "),
+    ],
+)
+def test_dry_run_refuses_what_training_refuses(
+    keys: dict[str, str], told: str, project: Path, tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(project)
+    run_keys = {key: value for key, value in keys.items() if key == "output_dir"}
+    job = {"sql": {**TRAINED["sql"], **{key: value for key, value in keys.items() if key not in run_keys}}}
+    config = "refused.yaml"
+    write_config(project / config, tiny_llama, "refused", job, **run_keys)
+    before = sorted(project.iterdir())
+    for options in (["--dry-run"], []):
+        assert run(["train", config, *options]) == 2
+        assert re.match(told, capsys.readouterr().err), options
+        assert not options or sorted(project.iterdir()) == before
+
+
+def test_what_is_known_stays_in_the_table(
+    trained: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of jobs that were completed earlier: step, loss and evaluation."""
+    monkeypatch.chdir(project)
+    assert run(["train", "trained.yaml", "--resume"]) == 0
+    loss = rows(trained / "chat")[-1]["train/loss"]
+    (chat,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("chat ")][:1]
+    assert chat.split() == ["chat", "completed", "earlier", "40/40", f"{loss:.4f}", "-", "trained/chat"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"datasets": ["data/gone.jsonl"]}, "jobs.bad: data/gone.jsonl: no such file"),
+        ({"datasets": ["data/bad.jsonl"]}, "jobs.bad: data/bad.jsonl: 2 bad lines"),
+        ({"chat_template": "nope"}, "jobs.bad: nope: there is no such chat template"),
+        ({"val_set_size": 6}, "jobs.bad.val_set_size: val_set_size 6"),
+        ({"max_length": 100_000}, "jobs.bad.max_length: 100000 is more than"),
+    ],
+)
+def test_the_error_of_one_bad_job_names_it(
+    keys: dict[str, object], told: str, project: Path, tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(project)
+    jobs = {"good": TRAINED["sql"], "bad": {**TRAINED["sql"], "validation": None, **keys}}
+    config = "named.yaml"
+    write_config(project / config, tiny_llama, "named", jobs)
+    assert run(["train", config]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {told}")
+    assert run(["train", config, "--dry-run", "--keep-going"]) == 1
+    assert f"error: {told}" in capsys.readouterr().err
+
+
+def test_dry_run_of_damaged_checkpoints_lets_the_others_go_on(
+    project: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    config = "torn.yaml"
+    write_config(project / config, tiny_llama, "torn", {"sql": TRAINED["sql"], "other": ONE["sql"]})
+    assert run(["train", config]) == 0
+    for manifest in (project / "torn/sql").glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    (project / "torn/sql/status.json").write_text("")
+    (project / "torn/other/adapter_config.json").unlink()
+    capsys.readouterr()
+    assert run(["train", config, "--resume", "--dry-run"]) == 2
+    assert "torn/sql/checkpoints: every checkpoint is damaged" in capsys.readouterr().err
+    assert run(["train", config, "--resume", "--dry-run", "--keep-going"]) == 1
+    told = capsys.readouterr()
+    assert "every checkpoint is damaged" in told.err and re.search(r"^other .* 4->4 ", told.out, re.M)
+    assert "other warning: adapter_config.json is missing: it is made again from the newest checkpoint" in told.err
+
+
 def test_the_table_on_a_terminal(shell: Shell, project: Path, tiny_llama: Path) -> None:
     write_config(project / "tty.yaml", tiny_llama, "tty", ONE)
     terminal = Terminal()

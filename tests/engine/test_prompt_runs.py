@@ -126,7 +126,7 @@ def test_a_dry_run_counts_them(model: Path, data: Path, tmp_path: Path) -> None:
     jobs = [_job(data, name) for name in (*NAMES, "lora")]
     run = TrainingRun(run_of(model, tmp_path, jobs))
     base = run.base()
-    prepared, _ = run.prepare(run.plan(), base)
+    prepared, _ = run.prepare(run.plan()[0], base)
     prefix, prompt, lora = run.admit(prepared, base).sizes
     assert prefix.longest == prompt.longest == lora.longest + 20
     assert prefix.widest == lora.widest < prompt.widest

@@ -258,7 +258,7 @@ def test_a_stated_limit_lowers_a_new_jobs_chunks_and_refuses_one_that_began_with
 
     run = TrainingRun(make({"a": {}}), cache_dir=cache)
     base = run.base()
-    sizes = run.admit(run.prepare(run.plan(), base)[0], base)
+    sizes = run.admit(run.prepare(run.plan()[0], base)[0], base)
     assert sizes.sizes[0].widest > 64 > sizes.sizes[0].longest
     with pytest.raises(ConfigError, match="does not fit into memory: its longest batch"):
         limited(sizes.sizes[0].longest - 1)

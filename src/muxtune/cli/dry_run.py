@@ -1,4 +1,7 @@
-"""`muxtune train --dry-run`: what the run would be, without loading a weight or writing into its output folder.
+"""`muxtune train --dry-run`: what the run would be, without loading a weight or leaving anything in its output folder.
+
+It refuses what `muxtune train` refuses before it loads the base model. What only the loaded model shows - the probe of
+an architecture that was not tried, an `adapter_path` that holds another adapter than the job's - it does not see.
 
 Times are estimates, said as such: the products of a step at the rate that a matrix product of the model's width reaches
 on this machine now, times a factor for everything else (docs/log.md). The first step will tell better.
@@ -17,10 +20,12 @@ import torch
 from muxtune.cli.errors import print_error
 from muxtune.cli.terminal import console, duration, grid, print_json, tell
 from muxtune.engine.admission import Admission, JobSize
+from muxtune.engine.begin import Failure, PlannedJob
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.shortage import size_text
 from muxtune.engine.task_folder import load_checkpoint
-from muxtune.engine.training import Failure, PlannedJob, TrainingRun
+from muxtune.engine.training import TrainingRun
+from muxtune.errors import CheckpointError
 from muxtune.models.memory import Footprint
 from muxtune.spec.schedule import total_steps
 
@@ -53,16 +58,21 @@ class Estimate:
 
 def print_dry_run(training: TrainingRun, *, as_json: bool) -> int:
     """0, or 1 where --keep-going lets a job fail alone. Raises MuxTuneError for what would stop the run."""
-    planned = training.plan()
+    planned, refused = training.plan()
+    training.check_output()
     base = training.base()
     prepared, failures = training.prepare(planned, base)
+    failures = [*refused, *failures]
     admission = training.admit(prepared, base) if prepared else None
     if admission is not None:
         failures = failures + [Failure(job, error) for job, error in admission.refused]
-    estimates = _estimates(training, planned, prepared, admission)
+    estimates, damaged = _estimates(training, planned, prepared, admission)
+    if damaged and not training.keep_going:
+        raise damaged[0].error
+    failures = [*failures, *damaged]
     finished = [plan.job.name for plan in planned if plan.begin == "finished"]
     for failure in failures:
-        print_error(failure.error)
+        print_error(failure.named)
     if as_json:
         print_json(_as_json(estimates, finished, failures, admission))
     else:
@@ -75,17 +85,24 @@ def _estimates(
     planned: Sequence[PlannedJob],
     prepared: Sequence[PreparedJob],
     admission: Admission | None,
-) -> list[Estimate]:
+) -> tuple[list[Estimate], list[Failure]]:
+    """Of the jobs that can begin; and those whose checkpoints are all damaged."""
     if admission is None or not admission.sizes:
-        return []
+        return [], []
     rate = _products_per_s(training, admission.model)
     sizes = {size.job.name: size for size in admission.sizes}
     plans = {plan.job.name: plan for plan in planned}
-    return [
-        _estimate(plans[job.job.name], job, sizes[job.job.name], admission.model, rate)
-        for job in prepared
-        if job.job.name in sizes
-    ]
+    estimates: list[Estimate] = []
+    damaged: list[Failure] = []
+    for job in prepared:
+        if (size := sizes.get(job.job.name)) is None:
+            continue
+        plan = plans[job.job.name]
+        try:
+            estimates.append(_estimate(plan, job, size, admission.model, rate))
+        except CheckpointError as error:
+            damaged.append(Failure(job.job, error, plan.progress.step))
+    return estimates, damaged
 
 
 def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Footprint, rate: float) -> Estimate:
@@ -115,7 +132,7 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
         size.parameters,
         size.state_bytes,
         flops / rate * _BESIDE_PRODUCTS,
-        (*prepared.warnings, *filter(None, [size.warning])),
+        (*plan.warnings, *prepared.warnings, *filter(None, [size.warning])),
     )
 
 
@@ -202,7 +219,7 @@ def _as_json(
     return {
         "jobs": [asdict(one) for one in estimates],
         "finished": list(finished),
-        "failed": [{"name": failure.job.name, "error": failure.error.message} for failure in failures],
+        "failed": [{"name": failure.job.name, "error": failure.told} for failure in failures],
         "memory": memory,
         "time_s": sum(one.time_s for one in estimates),
     }

@@ -17,7 +17,7 @@ def print_summary(view: RunView, output_dir: str) -> None:
     for task in view.tasks.values():
         table.add_row(
             task.name,
-            "completed earlier" if task.earlier else task.state,
+            _state(task),
             step_text(task),
             number(task.loss, ".4f"),
             number(task.eval_loss, ".4f"),
@@ -37,6 +37,13 @@ def ending(view: RunView) -> str:
     count = len(view.tasks)
     told = f"{done} of {count} job{'s' * (count != 1)} completed"
     return f"{told}; failed: {_names(failed)}" if failed else told
+
+
+def _state(task: TaskView) -> str:
+    """As people say it: what waits with steps behind it has been stopped."""
+    if task.earlier:
+        return "completed earlier"
+    return "stopped" if task.state == "queued" and task.step else task.state
 
 
 def _names(tasks: list[TaskView]) -> str:

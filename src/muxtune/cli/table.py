@@ -49,8 +49,6 @@ def live_table(view: RunView, *, width: int, height: int) -> RenderableType:
 
 def step_text(task: TaskView) -> str:
     """12/300, as far as it is known."""
-    if task.earlier:
-        return "-"
     return f"{task.step}/{task.total}" if task.total is not None else str(task.step or "-")
 
 

@@ -34,7 +34,9 @@ INTERRUPTED = 130
 def train(
     config: ConfigFile,
     sets: Sets = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all but what only the loaded base model shows; train nothing.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue what is unfinished.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over in folders that hold a run.")] = False,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Let a job that cannot start fail alone.")] = False,
@@ -85,7 +87,7 @@ def _train(training: TrainingRun, arguments: Sequence[str]) -> int:
                 raise
             error = caught
     for failure in training.failures:
-        print_error(failure.error)
+        print_error(failure.named)
     if error is not None:
         print_error(error)
     if view.began or not insisted:

@@ -92,7 +92,7 @@ class TaskView:
         self.pace.add(now_s, result.input_tokens)
 
     def hear_event(self, event: TaskEvent, now_s: float) -> None:
-        """A change of state, the job's size, or a reply to one of its prompts."""
+        """A change of state, the job's size, what an earlier process came to, or a reply to one of its prompts."""
         if event.kind in _STATES:
             self.state, self.step = _STATES[event.kind], event.step
         if event.kind in ("started", "resumed"):
@@ -102,6 +102,10 @@ class TaskView:
             self.earlier = bool(event.data.get("earlier"))
         if isinstance(total := event.data.get("total_steps"), int):
             self.total = total
+        if isinstance(loss := event.data.get("loss"), float):
+            self.loss = loss
+        if isinstance(loss := event.data.get("eval_loss"), float):
+            self.eval_loss = loss
         if event.kind == "sample":
             if event.step != self._sampled_at:
                 self.samples, self._sampled_at = [], event.step

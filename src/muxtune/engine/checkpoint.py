@@ -114,6 +114,11 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(f"is not a whole checkpoint: {reason}", where=str(path)) from None
 
 
+def latest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint by its name, None where there is none; none is read."""
+    return max(map(_step, _folders(folder)), default=None)
+
+
 def cut(folder: Path, step: int) -> None:
     """Remove what lies beyond `step`, from which the run goes on: the damaged, which must not count as kept ones."""
     for path in _folders(folder):

@@ -1,7 +1,8 @@
 """The folder of one task: its job, status, metrics, events, checkpoints and, in the end, its adapter.
 
     NAME/job.json         the job, when it was created, and what it was trained on; there from the start
-    NAME/status.json      where it stands; replaced whole at each change
+    NAME/status.json      where it stands, and once it is completed what its adapter is made of; replaced whole at each
+                          change
     NAME/metrics.jsonl, metrics.csv, events.jsonl
     NAME/samples.jsonl    replies to the job's sample_prompts, by step
     NAME/checkpoints/     muxtune.engine.checkpoint
@@ -13,8 +14,9 @@ moment: files are replaced whole or appended to, and `reopen` cuts off what was 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,7 +30,9 @@ from muxtune.engine.checkpoint import Checkpoint, Ground
 from muxtune.engine.metrics import MetricsFiles, columns_of, eval_row, step_row
 from muxtune.engine.samples import SamplesFile
 from muxtune.engine.task import Task
-from muxtune.errors import CheckpointError, StateError
+from muxtune.errors import AdapterError, CheckpointError, StateError
+from muxtune.peft.folder import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
+from muxtune.peft.untrusted import SafetensorsFile, read_json
 from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
 from muxtune.spec.status import JobStatus
@@ -46,6 +50,18 @@ class Origin:
     created: datetime
     base: str
     base_model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What `status.json` says; `damage` why it cannot be read. `files` are those of the completed adapter, and
+    `weights` is the hash of its tensors: none and empty where they were not noted."""
+
+    status: JobStatus = JobStatus.QUEUED
+    step: int = 0
+    files: tuple[str, ...] = ()
+    weights: str = ""
+    damage: str | None = None
 
 
 class TaskFolder:
@@ -131,7 +147,9 @@ class TaskFolder:
             self._set_status(status, event.step, event.message)
 
     def _set_status(self, status: str, step: int, message: str = "") -> None:
-        found = {"status": status, "step": step, "message": message}
+        found: dict[str, object] = {"status": status, "step": step, "message": message}
+        if status == JobStatus.COMPLETED:
+            found |= _adapter_record(self.path)
         write_durably(self.path / STATUS, json.dumps(found, indent=1).encode())
 
 
@@ -146,11 +164,50 @@ def holds_run(path: Path) -> bool:
 
 
 def status_of(path: Path) -> str:
-    """The status a run's folder records, `queued` where it has none yet."""
+    """The status a run's folder records; `queued` where it has none yet, or one that cannot be read."""
+    return str(standing_of(path).status)
+
+
+def standing_of(path: Path) -> Standing:
+    """What the run's `status.json` says, which anything may have happened to."""
+    file = path / STATUS
+    if not file.exists() and not file.is_symlink():
+        return Standing()
     try:
-        return str(json.loads((path / STATUS).read_text(encoding="utf-8"))["status"])
-    except FileNotFoundError:
-        return "queued"
+        found = read_json(file)
+        status, step = JobStatus(str(found["status"])), found.get("step")
+        files, weights = found.get("files"), found.get("weights")
+    except AdapterError as error:
+        return Standing(damage=f"{STATUS} is damaged ({error.message})")
+    except (KeyError, ValueError):
+        return Standing(damage=f"{STATUS} is damaged (it names no status)")
+    return Standing(
+        status,
+        step if type(step) is int and step >= 0 else 0,
+        tuple(map(str, files)) if isinstance(files, list) else (),
+        weights if isinstance(weights, str) else "",
+    )
+
+
+def adapter_damage(path: Path, standing: Standing) -> str | None:
+    """What is wrong with the adapter of a completed run, None where it is whole.
+
+    Its files are all there, its JSON is JSON, and its tensors are those that were written; what of the text in them has
+    been edited since is its owner's business.
+    """
+    for name in dict.fromkeys((WEIGHTS_FILE, CONFIG_FILE, MANIFEST_FILE, *standing.files)):
+        if name not in ADAPTER_FILES or not (path / name).exists():
+            return f"{name} is missing"
+    try:
+        for name in (CONFIG_FILE, MANIFEST_FILE):
+            read_json(path / name)
+        with SafetensorsFile(path / WEIGHTS_FILE):
+            pass
+    except AdapterError as error:
+        return f"{Path(error.where or name).name} is damaged ({error.message})"
+    if standing.weights and standing.weights != _sha256(path / WEIGHTS_FILE):
+        return f"{WEIGHTS_FILE} is damaged (it is not what was written)"
+    return None
 
 
 def read_origin(path: Path) -> Origin:
@@ -160,7 +217,7 @@ def read_origin(path: Path) -> Origin:
         job = JobSpec.model_validate(stored["job"])
         created = datetime.fromisoformat(stored["created"])
         return Origin(job, created, stored["base"], str(stored.get("base_model", "")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"cannot read the job of this run: {error}", where=str(path / JOB), hint="start over with --overwrite"
         ) from None
@@ -174,6 +231,17 @@ def _write_origin(path: Path, origin: Origin) -> None:
         "base_model": origin.base_model,
     }
     write_durably(path / JOB, json.dumps(stored, indent=1).encode())
+
+
+def _adapter_record(path: Path) -> Mapping[str, object]:
+    """The files of the adapter in `path`, and the hash of its tensors: none where it is not there."""
+    files = [name for name in ADAPTER_FILES if (path / name).is_file()]
+    return {"files": files, "weights": _sha256(path / WEIGHTS_FILE)} if WEIGHTS_FILE in files else {}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cut_half_line(path: Path) -> None:

@@ -1,6 +1,6 @@
 """One run of a config file: every job checked first, then trained together, each into a folder of its own.
 
-    plan      each job's folder is new, continued, finished already, or in the way
+    plan      each job's folder is new, continued, finished already, or in the way (`muxtune.engine.begin`)
     prepare   all data is read and tokenised; nothing has been loaded or written yet
     admit     what cannot fit into memory is refused, with the numbers
     start     the backbone is loaded, every job attached, then the folders are made
@@ -22,52 +22,32 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 from filelock import FileLock, Timeout
 
 from muxtune.data.prepare import PreparedJob, Preparer
-from muxtune.durable import discard, make_folder, sweep
+from muxtune.durable import discard, make_folder, sweep, try_folder
 from muxtune.engine import checkpoint
 from muxtune.engine.admission import Admission, JobSize, admit
+from muxtune.engine.begin import Failure, PlannedJob, plan_job
 from muxtune.engine.checkpoint import Ground
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task import Task
-from muxtune.engine.task_folder import Origin, TaskFolder, holds_run, load_checkpoint, read_origin, status_of
+from muxtune.engine.task_folder import CHECKPOINTS, Origin, TaskFolder, load_checkpoint
 from muxtune.engine.trace_file import TraceFile
-from muxtune.errors import ConfigError, MuxTuneError, StateError
+from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
+from muxtune.peft.folder import read_config
 from muxtune.spec.event import RunEvent, TaskEvent
 from muxtune.spec.job import JobSpec
-from muxtune.spec.resume import check_resume
 from muxtune.spec.run import RunSpec
 
 LOCK = ".muxtune.lock"
 _RECOMPUTED = "memory is too small to keep activations: they are computed twice, which takes about 40 % longer"
-Begin = Literal["new", "continue", "finished"]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedJob:
-    """How a job begins, and when it was (first) created."""
-
-    job: JobSpec
-    folder: Path
-    begin: Begin
-    created: datetime
-    base: str | None = None  # hash of the base weights it has trained on, where it has begun
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A job that could not begin."""
-
-    job: JobSpec
-    error: MuxTuneError
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +82,40 @@ class TrainingRun:
     locate: Callable[[MuxTuneError], None] = lambda error: None
     failures: list[Failure] = field(default_factory=list)  # jobs that could not begin; set while `events` runs
 
-    def plan(self) -> list[PlannedJob]:
-        """Raises StateError for a folder in the way, ConfigError for a changed job; touches nothing."""
-        now = datetime.now(UTC)
-        return [self._plan_job(job, Path(self.run.output_dir) / job.name, now) for job in self.run.jobs]
+    def plan(self) -> tuple[list[PlannedJob], list[Failure]]:
+        """How each job begins; touches nothing.
 
-    def _plan_job(self, job: JobSpec, folder: Path, now: datetime) -> PlannedJob:
-        if not holds_run(folder) or self.overwrite:
-            return PlannedJob(job, folder, "new", now)
-        if not self.resume:
-            raise StateError(
-                "this folder holds a run already", where=str(folder), hint="continue it with --resume, or --overwrite"
-            )
-        origin = read_origin(folder)
-        check_resume(origin.job, job, same_data=True)
-        longer = (origin.job.max_steps, origin.job.num_train_epochs) != (job.max_steps, job.num_train_epochs)
-        finished = status_of(folder) == "completed" and not longer
-        return PlannedJob(job, folder, "finished" if finished else "continue", origin.created, origin.base)
+        Raises StateError for a folder in the way. ConfigError for a changed job and CheckpointError for a folder that
+        nothing can go on from are failures of that job where `keep_going`, and are raised otherwise.
+        """
+        now = datetime.now(UTC)
+        planned: list[PlannedJob] = []
+        failures: list[Failure] = []
+        for job in self.run.jobs:
+            folder = Path(self.run.output_dir) / job.name
+            try:
+                planned.append(plan_job(job, folder, now, resume=self.resume, overwrite=self.overwrite))
+            except (ConfigError, CheckpointError) as error:
+                failures.append(Failure(job, error, checkpoint.latest_step(folder / CHECKPOINTS) or 0))
+        if failures and not self.keep_going:
+            raise _first_of(failures)
+        return planned, failures
 
     def base(self) -> ModelFolder:
         return resolve(self.run.base_model, cache_dir=self._cache)
 
-    def prepare(self, planned: list[PlannedJob], base: ModelFolder) -> tuple[list[PreparedJob], list[Failure]]:
-        """Read all data of the jobs that are not finished. Raises the first error unless `keep_going`.
+    def check_output(self) -> None:
+        """Raises ConfigError where the output folder cannot be made or written into; leaves nothing there."""
+        folder = Path(self.run.output_dir)
+        try:
+            try_folder(folder)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
 
+    def prepare(self, planned: list[PlannedJob], base: ModelFolder) -> tuple[list[PreparedJob], list[Failure]]:
+        """Read all data of the jobs that are not finished, and see that their `adapter_path` is an adapter's folder.
+
+        Raises the first error unless `keep_going`.
         Whatever that says, ConfigError where a job has trained on other base weights.
         """
         _check_base(planned, base)
@@ -136,10 +126,11 @@ class TrainingRun:
             if plan.begin == "finished":
                 continue
             try:
+                _check_start(plan.job)
                 prepared.append(preparer.prepare(plan.job, created=plan.created))
             except MuxTuneError as error:
                 self.locate(error)
-                failures.append(Failure(plan.job, error))
+                failures.append(Failure(plan.job, error, plan.progress.step))
         if failures and not self.keep_going:
             raise _first_of(failures)
         return prepared, failures
@@ -150,12 +141,12 @@ class TrainingRun:
             self.plan()  # what is in the way is said before a model is downloaded or converted
             base = self.base()
             stack.enter_context(self._locked())
-            planned = self.plan()
+            planned, refused = self.plan()
             prepared, failures = self.prepare(planned, base)
-            yield from self._fail(failures)
+            yield from self._fail([*refused, *failures])
             for plan in planned:
                 if plan.begin == "finished":
-                    yield TaskEvent("completed", plan.job.name, 0, str(plan.folder), {"earlier": True})
+                    yield _finished(plan)
             if prepared:
                 yield from self._train({plan.job.name: plan for plan in planned}, prepared, base)
 
@@ -185,7 +176,7 @@ class TrainingRun:
     ) -> Iterator[RunEvent]:
         run = self.run
         admission = self.admit(prepared, base)
-        yield from self._fail([Failure(job, error) for job, error in admission.refused])
+        yield from self._fail([Failure(job, error, plans[job.name].progress.step) for job, error in admission.refused])
         admitted = {size.job.name: size for size in admission.sizes}
         if not admitted:
             return
@@ -208,12 +199,14 @@ class TrainingRun:
             try:
                 started.append(_start(engine, plans[job.job.name], job, admitted[job.job.name]))
             except MuxTuneError as error:
-                failures.append(Failure(job.job, error))
+                failures.append(Failure(job.job, error, plans[job.job.name].progress.step))
         if failures and not self.keep_going:
             raise _first_of(failures)
-        yield from self._fail(failures)
-        folders = self._open(started, engine)
+        folders, unopened = self._open(started, engine)
+        yield from self._fail([*failures, *unopened])
         for one in started:
+            if one.task.name not in folders:
+                continue
             for event in _opening(one, recompute=admission.model.recompute):
                 folders[one.task.name].record(event)
                 yield event
@@ -227,14 +220,15 @@ class TrainingRun:
             yield from runner.run()
 
     def _fail(self, failures: list[Failure]) -> Iterator[TaskEvent]:
-        """Events hold an error's message only: its full text may clip an example."""
         self.failures += failures
         for failure in failures:
-            error = failure.error
-            yield TaskEvent("failed", failure.job.name, 0, error.message, {"code": error.code})
+            yield TaskEvent("failed", failure.job.name, failure.step, failure.told, {"code": failure.error.code})
 
-    def _open(self, started: Sequence[_Started], engine: LocalEngine) -> dict[str, TaskFolder]:
-        """The folders to train into: what is overwritten goes, all of it first, then folders are made or reopened."""
+    def _open(self, started: Sequence[_Started], engine: LocalEngine) -> tuple[dict[str, TaskFolder], list[Failure]]:
+        """The folders to train into: what is overwritten goes, all of it first, then folders are made or reopened.
+
+        Where one cannot be and `keep_going`, its task is detached.
+        """
 
         def export(finished: Task, folder: Path) -> None:
             engine.export(finished, folder)
@@ -243,14 +237,21 @@ class TrainingRun:
             for one in started:
                 discard(one.plan.folder)
         folders: dict[str, TaskFolder] = {}
+        failures: list[Failure] = []
         for one in started:
             plan, task = one.plan, one.task
             origin = Origin(plan.job, plan.created, one.ground.base, self.run.base_model)
-            if plan.begin == "continue":
-                folders[task.name] = TaskFolder.reopen(plan.folder, origin, one.ground, export, step=task.step)
-            else:
-                folders[task.name] = TaskFolder.create(plan.folder, origin, one.ground, export)
-        return folders
+            try:
+                if plan.begin == "continue":
+                    folders[task.name] = TaskFolder.reopen(plan.folder, origin, one.ground, export, step=task.step)
+                else:
+                    folders[task.name] = TaskFolder.create(plan.folder, origin, one.ground, export)
+            except MuxTuneError as error:
+                if not self.keep_going:
+                    raise
+                engine.detach(task)
+                failures.append(Failure(plan.job, error, task.step))
+        return folders, failures
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -267,7 +268,7 @@ class TrainingRun:
                 hint="wait until it has ended, or choose another output_dir",
             ) from None
         except OSError as error:
-            raise ConfigError(f"cannot be written: {error}", where="output_dir") from None
+            raise _unwritable(folder, error) from None
         try:
             sweep(folder)
             yield
@@ -277,6 +278,25 @@ class TrainingRun:
     @property
     def _cache(self) -> Path:
         return self.cache_dir or default_cache_dir()
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot be written: {folder}: {error.strerror}",
+        where="output_dir",
+        hint="choose another folder, or mend what is in its way",
+    )
+
+
+def _check_start(job: JobSpec) -> None:
+    """Raises AdapterError where `adapter_path` is no adapter's folder; whether it fits the job shows at `attach`."""
+    if job.adapter_path is None:
+        return
+    try:
+        read_config(Path(job.adapter_path))
+    except AdapterError as error:
+        where = f"jobs.{job.name}.adapter_path: {error.where}"
+        raise AdapterError(error.message, where=where, hint=error.hint) from None
 
 
 def _start(engine: LocalEngine, plan: PlannedJob, prepared: PreparedJob, size: JobSize) -> _Started:
@@ -308,10 +328,19 @@ def _check_chunks(task: Task, size: JobSize) -> None:
         )
 
 
+def _finished(plan: PlannedJob) -> TaskEvent:
+    step = plan.progress.step
+    data = {"earlier": True, "total_steps": step, **plan.progress.told()}
+    return TaskEvent("completed", plan.job.name, step, str(plan.folder), data)
+
+
 def _opening(one: _Started, *, recompute: bool) -> Iterator[TaskEvent]:
     """What is known of a task before its first round: its size, and what the user may not have wanted."""
     task = one.task
-    yield TaskEvent("queued", task.name, task.step, data={"total_steps": task.total_steps})
+    known = one.plan.progress.told() if task.step == one.plan.progress.step else {}
+    yield TaskEvent("queued", task.name, task.step, data={"total_steps": task.total_steps, **known})
+    for warning in one.plan.warnings:
+        yield TaskEvent("warning", task.name, task.step, warning)
     for reason in one.passed_over:
         yield TaskEvent("warning", task.name, task.step, f"passed over {reason}")
     recomputed = _RECOMPUTED if recompute else None
@@ -343,9 +372,9 @@ def _check_base(planned: list[PlannedJob], base: ModelFolder) -> None:
 
 def _first_of(failures: list[Failure]) -> MuxTuneError:
     """The one error, or one that tells all of them."""
-    first = failures[0].error
+    first = failures[0].named
     if len(failures) == 1:
         return first
-    told = "\n".join(f"{failure.job.name}: {failure.error}" for failure in failures)
+    told = "\n".join(str(failure.named) for failure in failures)
     kinds: Iterator[type[MuxTuneError]] = (one for one in type(first).__mro__ if one.__module__ == "muxtune.errors")
     return next(kinds)(f"{len(failures)} jobs cannot start\n{told}", hint="nothing was trained; or use --keep-going")

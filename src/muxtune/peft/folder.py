@@ -46,6 +46,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     TEMPLATE_FILE,
 )
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE, CARD_FILE, GENERATION_FILE, *TOKENIZER_FILES)  # all we write
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

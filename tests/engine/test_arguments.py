@@ -11,6 +11,7 @@ import pytest
 import muxtune
 from muxtune.engine.training import TrainingRun
 from muxtune.errors import AdapterError, MuxTuneError
+from muxtune.peft.folder import read_config
 from muxtune.spec.job import JobSpec
 from tests.engine.runs import run_of, write_data
 
@@ -49,6 +50,8 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "a job that is none": (lambda e: e.attach({"name": "a"}), "job: should be a muxtune.Job"),
     "a folder that is none": (lambda e: e.load(5), "folder: should be a path"),
     "nowhere": (lambda e: e.load("/nowhere"), "neither an adapter folder nor a run"),
+    "no path": (lambda e: e.load("x" * 5000), "neither an adapter folder nor a run"),
+    "no path to start from": (lambda _: read_config(Path("x" * 5000)), "no such folder"),
     "no place": (lambda e: e.save("sql", None), "folder: should be a path, not nothing"),
     "no task": (lambda e: e.detach(None), "None: no such task"),
     "no config": (lambda e: muxtune.train({"jobs": []}), "config: should be a path"),  # type: ignore[arg-type]

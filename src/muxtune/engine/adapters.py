@@ -11,6 +11,7 @@ Everything is read as untrusted input, and refused where it was trained on other
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,15 +61,15 @@ class AnsweringAdapter:
 
 def is_finished(path: Path) -> bool:
     """Whether `path` is an adapter folder as peft knows it. A run that goes on beyond an earlier end is not."""
-    goes_on = (path / STATUS).exists() and status_of(path) != JobStatus.COMPLETED
-    return (path / CONFIG_FILE).exists() and not goes_on
+    goes_on = os.path.exists(path / STATUS) and status_of(path) != JobStatus.COMPLETED
+    return os.path.exists(path / CONFIG_FILE) and not goes_on
 
 
 def refuse_unfinished(path: Path) -> None:
     """Raises AdapterError where `path` is a run without an adapter, or a checkpoint: those answer, and are exported,
     but training starts from adapters only, whose values stay what they are."""
     run = _around(path)
-    if (path / CONFIG_FILE).exists() or not (run / JOB).exists():
+    if os.path.exists(path / CONFIG_FILE) or not os.path.exists(run / JOB):
         return
     what = "a run that is not finished" if run == path else "a checkpoint"
     raise AdapterError(
@@ -157,7 +158,7 @@ def _checkpoint(path: Path, name: str, base: ModelFolder, preparer: Preparer) ->
 def _run_of(path: Path) -> Path:
     """The run that `path` is, or is a checkpoint of."""
     run = _around(path)
-    if not (run / JOB).exists():
+    if not os.path.exists(run / JOB):  # no path at all, one too long say, is none that exists
         raise AdapterError(
             "this is neither an adapter folder nor a run",
             where=str(path),

@@ -13,6 +13,7 @@ never opened. A folder is read in time and memory proportional to what its confi
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ def read_config(folder: Path) -> Mapping[str, JsonValue]:
     Raises:
         AdapterError: no adapter there, or its weights are a pickle.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # false of what is too long for a path, where `Path` raises
         raise AdapterError("no such folder", where=str(folder), hint="give the folder that holds adapter_config.json")
     for suffix in _PICKLE_SUFFIXES:
         pickled = folder / f"adapter_model{suffix}"

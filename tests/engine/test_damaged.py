@@ -40,7 +40,14 @@ def warnings_of(events: list[RunEvent], name: str) -> list[str]:
     return [event.message for event in found if event.task == name]
 
 
-STATUSES = {"empty": "", "text": "x", "list": "[]", "nothing": "{}", "unknown": '{"status": "asleep"}', "deep": "[" * 9**5}
+STATUSES = {
+    "empty": "",
+    "text": "x",
+    "list": "[]",
+    "nothing": "{}",
+    "other": '{"status": "asleep"}',
+    "deep": "[" * 9**5,
+}
 
 
 @pytest.mark.parametrize("text", STATUSES.values(), ids=STATUSES)

@@ -45,7 +45,7 @@ STATUSES = {
     "text": "x",
     "list": "[]",
     "nothing": "{}",
-    "unknown": '{"status": "asleep"}',
+    "other": '{"status": "asleep"}',
     "deep": "[" * 9**5,
 }
 

@@ -186,9 +186,9 @@ def test_a_killed_process_holds_no_lock(undisturbed: Undisturbed, trainer: Train
     first = trainer.start(run, hold=str(flag))
     wait_for(Path(f"{flag}.reached"))
     first.kill()
+    assert first.wait().code == DIED  # a signal is not yet a death
     begun = left_at(disk / "run")
     assert_finishes(trainer.run(run, resume=True), begun, disk / "run", undisturbed)
-    assert first.wait().code == DIED
 
 
 # When the disk is full, and by how much a file may still grow.

@@ -245,7 +245,11 @@ def test_a_refusal_advises_what_can_help(prepared: dict[str, PreparedJob]) -> No
         none, job=none.job.model_copy(update={"peft": none.job.peft.model_copy(update={"target_modules": ("nope",)})})
     )
     refusals = admitted([*jobs, unknown], -(10**6)).refusals
-    assert len(refusals) == 2 and "names nothing" in refusals[0][1].message and "3 of 3 jobs" in refusals[1][1].message
+    assert (
+        len(refusals) == 2
+        and "is nothing in the base model" in refusals[0][1].message
+        and "3 of 3 jobs" in refusals[1][1].message
+    )
 
 
 def test_not_even_the_adapters_fit(prepared: dict[str, PreparedJob]) -> None:

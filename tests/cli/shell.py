@@ -173,6 +173,7 @@ def _start(order: Mapping[str, Any]) -> int:
     try:
         os.setsid()
         _take_streams(order)
+        _take_signals()
         os.environ.update(order["environment"])
         os.chdir(order["folder"])
         sys.argv = ["muxtune", *order["arguments"]]
@@ -188,6 +189,13 @@ def _start(order: Mapping[str, Any]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _take_signals() -> None:
+    """As a person's shell leaves them, whatever the tests themselves were started to ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _take_streams(order: Mapping[str, Any]) -> None:

@@ -232,6 +232,26 @@ def test_dry_run_refuses_what_training_refuses(
         assert not options or sorted(project.iterdir()) == before
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_checkpoint_to_start_from_is_told_what_it_is(
+    options: list[str],
+    trained: Path,
+    project: Path,
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(project)
+    (newest,) = sorted((trained / "sql/checkpoints").glob("step-*"))[-1:]
+    write_config(project / "from.yaml", tiny_llama, "from", {"sql": {**TRAINED["sql"], "adapter_path": str(newest)}})
+    assert run(["train", "from.yaml", *options]) == 2
+    told = capsys.readouterr().err
+    assert re.match(
+        r"error: from\.yaml:\d+ jobs\.sql\.adapter_path: .*this is a checkpoint, not an adapter folder", told
+    )
+    assert f"muxtune export {newest} --out DIR" in told
+
+
 def test_what_is_known_stays_in_the_table(
     trained: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,11 +65,15 @@ def is_finished(path: Path) -> bool:
     return os.path.exists(path / CONFIG_FILE) and not goes_on
 
 
-def refuse_unfinished(path: Path) -> None:
-    """Raises AdapterError where `path` is a run without an adapter, or a checkpoint: those answer, and are exported,
-    but training starts from adapters only, whose values stay what they are."""
+def require_adapter(path: Path) -> None:
+    """Raises AdapterError where `path` is no adapter's folder, before anything is loaded; whether it fits shows then.
+
+    A run without an adapter and a checkpoint answer, and are exported, but training starts from adapters only, whose
+    values stay what they are.
+    """
     run = _around(path)
     if os.path.exists(path / CONFIG_FILE) or not os.path.exists(run / JOB):
+        read_config(path)
         return
     what = "a run that is not finished" if run == path else "a checkpoint"
     raise AdapterError(

@@ -23,7 +23,7 @@ import torch
 from muxtune.data.manifest import BaseIdentity, TrainingManifest
 from muxtune.data.prepare import PreparedJob, Preparer, prompt_ids
 from muxtune.data.render import Renderer
-from muxtune.engine.adapters import Voice, base_voice, read_stored, refuse_unfinished
+from muxtune.engine.adapters import Voice, base_voice, read_stored, require_adapter
 from muxtune.engine.arguments import Prompt, as_count, as_job, as_number, as_path, as_prompt, as_requests
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
@@ -99,7 +99,7 @@ class LocalEngine(Engine):
         named = as_job(job).adapter_path
         start = Path(named) if named is not None else None
         if start is not None:
-            refuse_unfinished(start)
+            require_adapter(start)
         prepared = prepared or self.preparer.prepare(job, created=datetime.now(UTC))
         sequences = Sequences(prepared.data.train, prepared.data.validation)
         task = super().attach(job, sequences, chunk_tokens=chunk_tokens)

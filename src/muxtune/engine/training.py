@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 from muxtune.data.prepare import PreparedJob, Preparer
 from muxtune.durable import discard, make_folder, sweep, try_folder
 from muxtune.engine import checkpoint
+from muxtune.engine.adapters import require_adapter
 from muxtune.engine.admission import Admission, JobSize, admit
 from muxtune.engine.begin import Failure, PlannedJob, plan_job
 from muxtune.engine.checkpoint import Ground
@@ -41,7 +42,6 @@ from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneEr
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
-from muxtune.peft.folder import read_config
 from muxtune.spec.event import RunEvent, TaskEvent
 from muxtune.spec.job import JobSpec
 from muxtune.spec.run import RunSpec
@@ -230,9 +230,6 @@ class TrainingRun:
         Where one cannot be and `keep_going`, its task is detached.
         """
 
-        def export(finished: Task, folder: Path) -> None:
-            engine.export(finished, folder)
-
         if self.overwrite:
             for one in started:
                 discard(one.plan.folder)
@@ -243,9 +240,11 @@ class TrainingRun:
             origin = Origin(plan.job, plan.created, one.ground.base, self.run.base_model)
             try:
                 if plan.begin == "continue":
-                    folders[task.name] = TaskFolder.reopen(plan.folder, origin, one.ground, export, step=task.step)
+                    folders[task.name] = TaskFolder.reopen(
+                        plan.folder, origin, one.ground, engine.export, step=task.step
+                    )
                 else:
-                    folders[task.name] = TaskFolder.create(plan.folder, origin, one.ground, export)
+                    folders[task.name] = TaskFolder.create(plan.folder, origin, one.ground, engine.export)
             except MuxTuneError as error:
                 if not self.keep_going:
                     raise
@@ -293,7 +292,7 @@ def _check_start(job: JobSpec) -> None:
     if job.adapter_path is None:
         return
     try:
-        read_config(Path(job.adapter_path))
+        require_adapter(Path(job.adapter_path))
     except AdapterError as error:
         where = f"jobs.{job.name}.adapter_path: {error.where}"
         raise AdapterError(error.message, where=where, hint=error.hint) from None

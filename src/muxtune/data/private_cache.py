@@ -17,6 +17,7 @@ import os
 import stat
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -26,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 _Entry = TypeVar("_Entry")
 
 
-class PrivateCache(Generic[_Entry]):
+class PrivateCache(ABC, Generic[_Entry]):
     """Entries of one folder, which is made when first written to. A subclass says what an entry is."""
 
     what: str  # its name in warnings
@@ -36,13 +37,13 @@ class PrivateCache(Generic[_Entry]):
         self.folder = folder
         self.limit_bytes = limit_bytes
 
+    @abstractmethod
     def encode(self, entry: _Entry) -> bytes:
         """The body of an entry's file."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, body: bytes) -> _Entry | None:
         """The entry of a body that is what was written; None where another version wrote it."""
-        raise NotImplementedError
 
     def load(self, key: str) -> _Entry | None:
         """The entry, or None where there is none that is whole."""

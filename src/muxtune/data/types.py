@@ -9,6 +9,7 @@ optimizer batch: a single sequence for sft; for dpo the two of a pair, the chose
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -70,6 +71,12 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
+
+    def feed(self, digest: hashlib._Hash) -> None:
+        """Put tokens and mask into a hash, their number first; the same bytes on every machine."""
+        digest.update(len(self).to_bytes(8, "little"))
+        digest.update(self.ids.astype("<i4").tobytes())
+        digest.update(self.mask.astype("u1").tobytes())
 
     @property
     def trained_tokens(self) -> int:

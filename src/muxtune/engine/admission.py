@@ -4,8 +4,8 @@
 
 The limit is the run's `memory_limit`, and never more than the machine has free. A micro-batch must hold at least the
 widest chunk of any job: as much of a batch as fills the chunk budget. A longer sequence is cut, and its keys and values
-and their gradient come on top (`muxtune.models.kv_carry`). What is left above that
-decides how many rows jobs may bring together (`fuse_tokens`). The numbers are estimates (`muxtune.models.memory`).
+and their gradient come on top (`muxtune.models.kv_carry`). What is left above that decides how many rows jobs may bring
+together (`fuse_tokens`). The numbers are estimates (`muxtune.models.memory`).
 
 A `memory_limit` that has no room for a job's chunks halves the job's chunk budget until they fit, or are tiny.
 The budget is a number that the job's last bits depend on, so it follows from the job, the model and the stated limit -

@@ -16,7 +16,6 @@ Cost: three times the adapter's bytes written and hashed, four fsyncs and two of
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from torch import Tensor
 from muxtune.durable import discard, staged_folder
 from muxtune.engine.task import Task
 from muxtune.errors import AdapterError, CheckpointError
+from muxtune.models.cache import file_sha256
 from muxtune.peft.untrusted import SafetensorsFile, read_json
 
 _NAME = re.compile(r"step-([0-9]{8})")
@@ -153,7 +153,7 @@ def _write(path: Path, task: Task, ground: Ground) -> None:
         save_file(task.adapter.state(), staging / _ADAPTER)
         save_file(task.optimizer.moments(), staging / _OPTIMIZER)
         (staging / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-        hashes = {name: _sha256(staging / name) for name in (_ADAPTER, _OPTIMIZER, _STATE)}
+        hashes = {name: file_sha256(staging / name) for name in (_ADAPTER, _OPTIMIZER, _STATE)}
         (staging / _MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
 
 
@@ -202,7 +202,7 @@ def _read(path: Path, passed_over: tuple[str, ...] = ()) -> Checkpoint:
         state = _state(read_json(path / _STATE))
         with SafetensorsFile(path / _ADAPTER) as adapter, SafetensorsFile(path / _OPTIMIZER) as optimizer:
             for name in (_ADAPTER, _OPTIMIZER, _STATE):
-                if hashes.get(name) != _sha256(path / name):
+                if hashes.get(name) != file_sha256(path / name):
                     raise _DamagedError(f"{name} is not what was written")
             parameters, moments = adapter.load(), optimizer.load()
     except AdapterError as error:
@@ -234,8 +234,3 @@ def _typed(stored: Mapping[str, object], key: str, kind: type[_Scalar]) -> _Scal
     if type(value) is not kind:
         raise _DamagedError(f"{_STATE}: {key} is not of type {kind.__name__}")
     return value
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

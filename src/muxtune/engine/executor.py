@@ -226,16 +226,16 @@ class Executor:
         return replace(packed, weight_N=packed.weight_N.index_copy(0, own_N, weight_N))
 
     def _comparison(self, rows: ItemRows, logprob_n: npt.NDArray[np.float64]) -> Comparison:
-        assert rows.item.loss is not None
         item = rows.item
-        indices = [ref.index for ref in item.sequences]
-        if parts_pair(item):
+        assert item.loss is not None
+        parted, indices = parts_pair(item), [ref.index for ref in item.sequences]
+        if parted:
             indices = [indices[0] & ~1, indices[0] | 1]
         held = [self._references.value(item.source, index) for index in indices]
         references = [value for value in held if value is not None]
-        if parts_pair(item):
-            return compare_part(item, self._scored.pair(item), len(logprob_n), references, rows.item.loss)
-        return compare(logprob_n, rows.counts, references, rows.item.loss)
+        if parted:
+            return compare_part(item, self._scored.pair(item), len(logprob_n), references, item.loss)
+        return compare(logprob_n, rows.counts, references, item.loss)
 
     def _outcomes(self, packed: PackedBatch, losses: TokenLosses) -> list[ItemOutcome]:
         """Per item, summed in float64 in the order of its tokens, so that no co-runner can change a bit."""

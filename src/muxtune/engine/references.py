@@ -125,9 +125,8 @@ class References:
 
 def digest_of(sequence: TokenSequence) -> bytes:
     """SHA-256 of a sequence's tokens and mask."""
-    digest = hashlib.sha256(len(sequence).to_bytes(8, "little"))
-    digest.update(sequence.ids.astype("<i4").tobytes())
-    digest.update(sequence.mask.astype("u1").tobytes())
+    digest = hashlib.sha256()
+    sequence.feed(digest)
     return digest.digest()
 
 

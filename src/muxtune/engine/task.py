@@ -41,9 +41,7 @@ class Sequences:
         """Hash of the training sequences: ids, masks and order."""
         digest = hashlib.sha256()
         for sequence in self.train:
-            digest.update(len(sequence).to_bytes(8, "little"))
-            digest.update(sequence.ids.astype("<i4").tobytes())
-            digest.update(sequence.mask.astype("u1").tobytes())
+            sequence.feed(digest)
         return digest.hexdigest()
 
 

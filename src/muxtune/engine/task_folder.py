@@ -14,7 +14,6 @@ moment: files are replaced whole or appended to, and `reopen` cuts off what was 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from muxtune.engine.metrics import MetricsFiles, columns_of, eval_row, step_row
 from muxtune.engine.samples import SamplesFile
 from muxtune.engine.task import Task
 from muxtune.errors import AdapterError, CheckpointError, StateError
+from muxtune.models.cache import file_sha256
 from muxtune.peft.folder import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
 from muxtune.peft.untrusted import SafetensorsFile, read_json
 from muxtune.spec.event import EvalResult, RunEvent, StepResult, TaskEvent
@@ -205,7 +205,7 @@ def adapter_damage(path: Path, standing: Standing) -> str | None:
             pass
     except AdapterError as error:
         return f"{Path(error.where or name).name} is damaged ({error.message})"
-    if standing.weights and standing.weights != _sha256(path / WEIGHTS_FILE):
+    if standing.weights and standing.weights != file_sha256(path / WEIGHTS_FILE):
         return f"{WEIGHTS_FILE} is damaged (it is not what was written)"
     return None
 
@@ -236,12 +236,7 @@ def _write_origin(path: Path, origin: Origin) -> None:
 def _adapter_record(path: Path) -> Mapping[str, object]:
     """The files of the adapter in `path`, and the hash of its tensors: none where it is not there."""
     files = [name for name in ADAPTER_FILES if (path / name).is_file()]
-    return {"files": files, "weights": _sha256(path / WEIGHTS_FILE)} if WEIGHTS_FILE in files else {}
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {"files": files, "weights": file_sha256(path / WEIGHTS_FILE)} if WEIGHTS_FILE in files else {}
 
 
 def _cut_half_line(path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from muxtune.cli.main import run
-from tests.peft.adapters import some_ids
+from tests.cli.exports import load, logits
 
 Capture = pytest.CaptureFixture[str]
 
@@ -20,17 +19,6 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def _in_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
-
-
-def logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(some_ids()).logits
-    return found
-
-
-def load(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
 
 
 def test_the_adapter_alone(trained: Path, tiny_llama: Path, tmp_path: Path, capsys: Capture) -> None:

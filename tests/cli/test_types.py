@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from muxtune.cli.main import run
+from tests.cli.exports import load, logits
 from tests.cli.projects import rows, status, write_config
 from tests.cli.shell import Shell
-from tests.peft.adapters import some_ids
 
 Capture = pytest.CaptureFixture[str]
 
@@ -53,17 +52,6 @@ def types_run(shell: Shell, project: Path, tiny_llama: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _in_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
-
-
-def logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(some_ids()).logits
-    return found
-
-
-def load(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
 
 
 def test_each_has_trained_all_its_steps_once(types_run: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_folder_of_another_user_is_not_used(
     assert "belongs to another user" in caplog.text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_damaged_entry_is_found_out_and_deleted(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -70,7 +70,7 @@ def test_with_a_tokenizer_lengths_and_refusals_are_known(tmp_path: Path) -> None
     assert report.counts == (("template", 1),)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=120))
 def test_it_never_raises(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "data.jsonl"

@@ -95,7 +95,7 @@ def test_no_sequence_can_be_written_to(tmp_path: Path) -> None:
         assert not sequence.ids.flags.writeable and not sequence.mask.flags.writeable
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.integers(2, 30), size=st.one_of(st.integers(1, 29), st.floats(0.01, 0.9)), seed=st.integers(0, 99))
 def test_the_held_out_split_parts_the_examples(tmp_path: Path, count: int, size: float, seed: int) -> None:
     path = numbered(tmp_path, count)

@@ -218,7 +218,7 @@ def test_batches_are_bounded_in_count_and_size(tmp_path: Path) -> None:
     assert batches == [3, 1, 3, 1]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200), name=st.sampled_from(["data.jsonl", "data.json"]))
 @example(content=b"[" * 3000, name="data.json")
 @example(content=b'{"a":' * 3000, name="data.jsonl")
@@ -248,7 +248,7 @@ GOOD = jsonl(
 ).encode()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     at=st.integers(0, len(GOOD) - 1),
     cut=st.integers(0, 12),

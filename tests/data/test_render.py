@@ -78,7 +78,7 @@ def test_a_conversation_without_an_answer_trains_nothing(open_renderer: Open) ->
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents=st.lists(st.text("ab <>|\n[]s/é", min_size=1, max_size=12), min_size=2, max_size=6))
 def test_the_prompt_of_sampling_is_what_precedes_each_answer(
     family_renderers: dict[str, Renderer], name: str, contents: list[str]

@@ -81,7 +81,7 @@ def test_ids_equal_apply_chat_template(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents=st.lists(st.text(st.characters(codec="utf-8"), max_size=20), min_size=2, max_size=4))
 def test_ids_equal_apply_chat_template_for_any_text(
     pairs: dict[str, tuple[PreTrainedTokenizerBase, Renderer]], name: str, contents: list[str]

@@ -41,7 +41,7 @@ def _each_is_as_alone(play: Play) -> None:
 
 @pytest.mark.parametrize("first", TYPES)
 @given(st.data())
-@settings(max_examples=3, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@settings(max_examples=3, derandomize=True, database=None, phases=[Phase.generate])
 def test_whoever_comes_and_goes_each_task_ends_as_alone(first: str, data: st.DataObject) -> None:
     """A play that fails is not shrunk, which could take minutes; the long test below does that."""
     _each_is_as_alone(data.draw(plays(first)))
@@ -50,7 +50,7 @@ def test_whoever_comes_and_goes_each_task_ends_as_alone(first: str, data: st.Dat
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @given(plays())
-@settings(max_examples=600, deadline=None, database=None)
+@settings(max_examples=600, database=None)
 def test_whoever_comes_and_goes_each_task_ends_as_alone_at_length(play: Play) -> None:
     _each_is_as_alone(play)
 

@@ -259,7 +259,7 @@ def test_a_task_that_goes_astray_takes_nobody_with_it() -> None:
     assert torch.equal(beside["sft"].values, alone["sft"].values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tasks=st.lists(
         st.tuples(st.lists(st.integers(2, 60), min_size=1, max_size=8), st.integers(1, 150), st.booleans()),

@@ -57,7 +57,7 @@ def _items(participant: Participant) -> list[WorkItem]:
 
 
 @given(_schedules(), st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_legal_schedule_gives_the_bits_of_the_sequential_one(batches: list[list[str]], data: st.DataObject) -> None:
     engine = Engine(_backbone())
     tasks = {trial.name: attach(engine, trial) for trial in TRIALS}

@@ -166,7 +166,7 @@ def test_heads_of_another_width_than_transformers_assumes_are_refused(tmp_path: 
         convert(read_header(path), tmp_path / "a", "someone/tiny")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.floats(0, 1, exclude_max=True))
 def test_every_prefix_of_a_file_is_called_damaged(cut: float, llama_file: Path, tmp_path: Path) -> None:
     data = llama_file.read_bytes()
@@ -176,7 +176,7 @@ def test_every_prefix_of_a_file_is_called_damaged(cut: float, llama_file: Path, 
         read_header(short)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.integers(0, 9000), value=st.integers(0, 2**64 - 1))
 def test_a_header_that_lies_raises_nothing_but_a_model_error(
     where: int, value: int, llama_file: Path, tmp_path: Path

@@ -194,7 +194,7 @@ def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
         read_entries(write_safetensors(tmp_path / "a.safetensors", {"a": entry, "b": entry}, b"12345678"))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.floats(0, 1, exclude_max=True))
 def test_every_prefix_of_a_file_is_refused(cut: float, tiny_llama: Path, tmp_path: Path) -> None:
     data = (tiny_llama / "model.safetensors").read_bytes()

@@ -100,7 +100,7 @@ _MEMBERS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(members=_MEMBERS, dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_grouped_is_one_by_one_bit_for_bit(members: list[Member], dtype: torch.dtype) -> None:
     dispatches = _dispatches(members, dtype)

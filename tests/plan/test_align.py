@@ -26,7 +26,6 @@ def batches(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return lengths[: len(lengths) // group * group], budget, group
 
 
-@settings(deadline=None)
 @given(batches())
 def test_every_row_trains_in_exactly_one_chunk(batch: tuple[list[int], int, int]) -> None:
     lengths, budget, group = batch
@@ -39,7 +38,6 @@ def test_every_row_trains_in_exactly_one_chunk(batch: tuple[list[int], int, int]
         assert all(before[1] == after[0] for before, after in pairwise(own))
 
 
-@settings(deadline=None)
 @given(batches())
 def test_no_chunk_is_over_budget_or_empty(batch: tuple[list[int], int, int]) -> None:
     lengths, budget, group = batch
@@ -48,7 +46,6 @@ def test_no_chunk_is_over_budget_or_empty(batch: tuple[list[int], int, int]) -> 
         assert chunk.rows <= budget
 
 
-@settings(deadline=None)
 @given(batches())
 def test_only_longer_sequences_are_cut(batch: tuple[list[int], int, int]) -> None:
     lengths, budget, group = batch
@@ -57,7 +54,6 @@ def test_only_longer_sequences_are_cut(batch: tuple[list[int], int, int]) -> Non
             assert piece.rows == lengths[piece.place] or lengths[piece.place] > budget
 
 
-@settings(deadline=None)
 @given(batches())
 def test_a_piece_goes_forward_after_what_it_sees_and_trains_after_what_owes_it(
     batch: tuple[list[int], int, int],
@@ -77,7 +73,6 @@ def test_a_piece_goes_forward_after_what_it_sees_and_trains_after_what_owes_it(
     assert not any(owing.values())
 
 
-@settings(deadline=None)
 @given(batches())
 def test_a_task_holds_one_cut_group_at_a_time(batch: tuple[list[int], int, int]) -> None:
     lengths, budget, group = batch
@@ -93,7 +88,6 @@ def test_a_task_holds_one_cut_group_at_a_time(batch: tuple[list[int], int, int])
         held = {one for one in held if any(left[place] for place in range(one * group, one * group + group))}
 
 
-@settings(deadline=None)
 @given(batches())
 def test_forward_every_row_runs_once_and_in_order(batch: tuple[list[int], int, int]) -> None:
     lengths, budget, group = batch
@@ -106,7 +100,6 @@ def test_forward_every_row_runs_once_and_in_order(batch: tuple[list[int], int, i
     assert held == Counter(dict(enumerate(lengths)))
 
 
-@settings(deadline=None)
 @given(batches())
 def test_a_group_is_in_one_chunk_or_has_gone_forward_and_is_alone(batch: tuple[list[int], int, int]) -> None:
     lengths, budget, group = batch
@@ -122,7 +115,6 @@ def test_a_group_is_in_one_chunk_or_has_gone_forward_and_is_alone(batch: tuple[l
                 assert len(chunk.pieces) == 1 and all(gone[member] == lengths[member] for member in members)
 
 
-@settings(deadline=None)
 @given(batches())
 def test_two_chunks_never_fit_into_one(batch: tuple[list[int], int, int]) -> None:
     """But for those of cut groups: so at most one chunk is half empty."""
@@ -136,7 +128,7 @@ def test_two_chunks_never_fit_into_one(batch: tuple[list[int], int, int]) -> Non
     assert sum(2 * rows <= budget for rows in whole) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(20, 40))
 def test_it_needs_few_more_chunks_than_the_fewest(lengths: list[int], budget: int) -> None:
     """First fit, longest first is at most 11/9 of the optimum and 6/9 of a chunk (Dosa 2007); here by brute force."""

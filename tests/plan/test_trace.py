@@ -33,7 +33,7 @@ def records(draw: st.DrawFn) -> RoundRecord:
     return RoundRecord(schedule, tuple(draw(st.lists(action, max_size=3))), draw(NUMBERS))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(records())
 def test_a_record_is_one_line_and_comes_back(record: RoundRecord) -> None:
     # a rate that is not finite is illegal, and never runs

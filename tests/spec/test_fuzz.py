@@ -52,7 +52,7 @@ _jobs = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 @given(st.dictionaries(_keys, _values, max_size=5), _jobs | _values, st.lists(st.tuples(_keys, _words), max_size=2))
 def test_a_run_or_a_placed_error(top: dict[str, object], jobs: object, sets: list[tuple[str, str]]) -> None:
     document = {"base_model": "m", "output_dir": "o", **top, **({"jobs": jobs} if jobs else {"datasets": "d"})}

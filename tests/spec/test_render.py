@@ -96,7 +96,7 @@ def _from_nowhere(path: str) -> bool:
     return not path.startswith("~") and str(Path(path)) == path
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(jobs(), min_size=1, max_size=2, unique_by=lambda job: job.name.casefold()))
 def test_any_run_survives_yaml(some: list[JobSpec]) -> None:
     given_paths = [d.path for job in some for d in job.datasets]

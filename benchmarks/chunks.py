@@ -31,8 +31,7 @@ from muxtune.engine.load import load_backbone
 from muxtune.engine.optim import FlatAdamW
 from muxtune.models.backbone import Backbone
 from muxtune.models.sources import resolve
-from muxtune.plan.round import Policy
-from muxtune.plan.types import MicroBatch
+from muxtune.plan.types import MicroBatch, Policy
 
 MODEL = "smollm2-135m-instruct"
 POLICIES: tuple[Policy, ...] = ("fuse-all", "sequential", "padded")

@@ -19,7 +19,7 @@ from muxtune.engine.load import load_backbone
 from muxtune.engine.task import Sequences, Task
 from muxtune.models.backbone import Backbone
 from muxtune.models.sources import resolve
-from muxtune.plan.round import Policy
+from muxtune.plan.types import Policy
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft import Lora
 

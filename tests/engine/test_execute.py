@@ -18,12 +18,12 @@ from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
 from muxtune.errors import DataError, StateError
 from muxtune.models.backbone import Backbone
-from muxtune.plan.round import Policy
 from muxtune.plan.types import (
     Action,
     LossSpec,
     MicroBatch,
     OptimStep,
+    Policy,
     RoundRecord,
     RoundSchedule,
     SequenceRef,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from muxtune.errors import StateError
 from muxtune.plan.legal import require_legal
-from muxtune.plan.round import Participant, Policy, derive_round, fuse
-from muxtune.plan.types import MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem
+from muxtune.plan.round import Participant, derive_round, fuse
+from muxtune.plan.types import MicroBatch, OptimStep, Policy, RoundSchedule, SequenceRef, WorkItem
 from tests.plan.rounds import participants
 
 POLICIES = st.sampled_from(["sequential", "fuse-all", "padded"])

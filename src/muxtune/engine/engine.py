@@ -27,10 +27,11 @@ from muxtune.models.probe import rows_invariant
 from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.registry import build_adapter
 from muxtune.peft.slab import Slabs
-from muxtune.plan.round import Participant, Policy, derive_round
+from muxtune.plan.round import Participant, derive_round
 from muxtune.plan.types import (
     ItemOutcome,
     OptimStep,
+    Policy,
     RoundRecord,
     RoundSchedule,
     StepOutcome,

@@ -36,7 +36,7 @@ from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.peft.folder import require_free, write_adapter, writing
 from muxtune.peft.registry import give, payload, start_from
-from muxtune.plan.round import Policy
+from muxtune.plan.types import Policy
 from muxtune.spec.event import StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from muxtune.plan.types import (
     Action,
@@ -20,13 +19,12 @@ from muxtune.plan.types import (
     LossSpec,
     MicroBatch,
     OptimStep,
+    Policy,
     RoundSchedule,
     SequenceRef,
     WorkItem,
     WorkKind,
 )
-
-Policy = Literal["sequential", "fuse-all", "padded"]
 
 
 @dataclass(frozen=True, slots=True)

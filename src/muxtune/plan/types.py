@@ -25,6 +25,7 @@ from typing import Literal
 
 WorkKind = Literal["train", "carry", "score", "eval", "reference", "decode"]
 LossKind = Literal["sft", "dpo"]
+Policy = Literal["sequential", "fuse-all", "padded", "muxtune"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,3 +232,34 @@ class RoundRecord:
 def tasks_of(action: Action) -> tuple[str | None, ...]:
     """The tasks that take part in an action."""
     return (action.task,) if isinstance(action, OptimStep) else tuple(item.task for item in action.items)
+
+
+@dataclass(frozen=True, slots=True)
+class HTask:
+    """Tasks fused in space. `rows` of its largest pass, `passes` and `predicted_s` of one iteration, optimizer steps
+    included."""
+
+    tasks: tuple[str, ...]
+    rows: int
+    passes: int
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who runs with whom until membership changes: an iteration is one optimizer step of every task.
+
+    Attributes:
+        htasks: in launch order; on a pipeline, members of a bucket are co-scheduled.
+        buckets: places in `htasks`, each in one bucket.
+        iteration_s: predicted.
+        peak_bytes, cap_bytes: the most that it holds, predicted, and what there is (None: no limit).
+    """
+
+    policy: Policy
+    htasks: tuple[HTask, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    stages: int
+    iteration_s: float
+    peak_bytes: int
+    cap_bytes: int | None = None

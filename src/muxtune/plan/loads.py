@@ -1,0 +1,89 @@
+"""What tasks bring to a round, as the planner sees it: integers and names, of one typical optimizer step each.
+
+A load says nothing of which examples run; the chunks of a real round are the task's own (`muxtune.plan.align`). Loads
+are what fusion, prediction and simulation are made on, and they can be made from a config file and its data alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The rows of one sequence, or of a piece of it, in a chunk. `positions`: what the last of them sees - itself, what
+    came before it in the sequence, a learned prefix."""
+
+    rows: int
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLoad:
+    """One chunk: `trained` rows go through the head; one that does not train only goes forward (a carried piece)."""
+
+    spans: tuple[Span, ...]
+    trained: int
+    trains: bool = True
+
+    @property
+    def rows(self) -> int:
+        return sum(span.rows for span in self.spans)
+
+    @property
+    def longest(self) -> int:
+        return max(span.positions for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLoad:
+    """A task: the chunks of one optimizer step, in order, and its adapter.
+
+    Attributes:
+        adapter: the label of its PEFT type (`PeftSpec.label`), under which the operator table knows what it costs.
+        parameters, state_bytes: trainable numbers; bytes of these, their gradient and moments.
+        widest: rows of its largest chunk in any step; 0 where that of `chunks` is.
+        carried: positions whose keys and values, and their gradient, it holds while a cut sequence runs.
+        steps: optimizer steps that it has left.
+    """
+
+    name: str
+    chunks: tuple[ChunkLoad, ...]
+    adapter: str = "lora"
+    parameters: int = 0
+    state_bytes: int = 0
+    widest: int = 0
+    carried: int = 0
+    steps: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Rows of one step that train; those that are carried run again then, and count once."""
+        return sum(chunk.rows for chunk in self.chunks if chunk.trains)
+
+    @property
+    def peak_rows(self) -> int:
+        return max(self.widest, *(chunk.rows for chunk in self.chunks))
+
+    @property
+    def longest(self) -> int:
+        return max(chunk.longest for chunk in self.chunks)
+
+    @property
+    def slots(self) -> dict[tuple[int, int], ChunkLoad]:
+        """Its chunks by the pass of an hTask in which each runs: (p, i) is the i-th chunk that goes forward only before
+        the p-th one that trains; the latter is (p, TRAINS). Passes run in the order of these keys, each with
+        every member that has one (`muxtune.plan.round`)."""
+        found: dict[tuple[int, int], ChunkLoad] = {}
+        trained = waiting = 0
+        for chunk in self.chunks:
+            if chunk.trains:
+                found[trained, TRAINS] = chunk
+                trained, waiting = trained + 1, 0
+            else:
+                found[trained, waiting] = chunk
+                waiting += 1
+        return found
+
+
+TRAINS = 2**31 - 1  # sorts behind every chunk that only goes forward

@@ -1,0 +1,51 @@
+"""The memory model: bytes that tasks and passes hold, and the cap that no plan may exceed.
+
+    held  = process + weights + sum over tasks of (adapter + gradient + optimizer state + keys and values carried)
+    peak  = held + the largest pass's activations: head + rows x (row + score x longest sequence)
+
+Rows and longest are upper bounds over all steps of the members, so that no actual round holds more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from muxtune.plan.loads import TaskLoad
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Attributes:
+    base_bytes: the process and the weights.
+    head_bytes: logits of one slice of trained positions.
+    row_bytes, score_bytes: activations of one row, all layers; of one row and one position that it sees.
+    position_bytes: keys and values of one carried position, and their gradient, all layers.
+    cap_bytes: what there is; None: no limit.
+    """
+
+    base_bytes: int = 0
+    head_bytes: int = 0
+    row_bytes: int = 1
+    score_bytes: int = 0
+    position_bytes: int = 0
+    cap_bytes: int | None = None
+
+    def held_bytes(self, tasks: Iterable[TaskLoad]) -> int:
+        """Whatever runs."""
+        own = sum(task.state_bytes + task.carried * self.position_bytes for task in tasks)
+        return self.base_bytes + own
+
+    def pass_bytes(self, rows: int, longest: int) -> int:
+        return self.head_bytes + rows * (self.row_bytes + self.score_bytes * longest)
+
+    def peak_bytes(self, tasks: Sequence[TaskLoad], htasks: Iterable[Sequence[TaskLoad]]) -> int:
+        """Of a plan that fuses `tasks` as `htasks`."""
+        passes = (
+            self.pass_bytes(sum(one.peak_rows for one in htask), max(one.longest for one in htask)) for htask in htasks
+        )
+        return self.held_bytes(tasks) + max(passes, default=0)
+
+    def free_bytes(self, tasks: Iterable[TaskLoad]) -> int | None:
+        """What is left for a pass beside what `tasks` hold; None: no limit."""
+        return None if self.cap_bytes is None else self.cap_bytes - self.held_bytes(tasks)

@@ -1,0 +1,57 @@
+"""Plain twins of fusion: every partition there is, each valued pass by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from muxtune.plan.cost import CostModel
+from muxtune.plan.fusion import HTASK_S, bottleneck, fits
+from muxtune.plan.loads import TaskLoad
+from muxtune.plan.memory import MemoryModel
+
+Partition = Sequence[Sequence[TaskLoad]]
+
+
+def neighbours(ordered: Sequence[TaskLoad]) -> Iterator[list[list[TaskLoad]]]:
+    """All partitions into runs of neighbours."""
+    if not ordered:
+        yield []
+        return
+    for size in range(1, len(ordered) + 1):
+        for rest in neighbours(ordered[size:]):
+            yield [list(ordered[:size]), *rest]
+
+
+def partitions(tasks: Sequence[TaskLoad]) -> Iterator[list[list[TaskLoad]]]:
+    """All partitions."""
+    if not tasks:
+        yield []
+        return
+    for rest in partitions(tasks[1:]):
+        yield [[tasks[0]], *rest]
+        for place in range(len(rest)):
+            yield [*rest[:place], [tasks[0], *rest[place]], *rest[place + 1 :]]
+
+
+def value_s(partition: Partition, cost: CostModel, stages: int = 1) -> float:
+    """What `fuse_optimally` minimises, from whole passes."""
+    sums, longest = 0.0, 0.0
+    for htask in partition:
+        slots = sorted({slot for task in htask for slot in task.slots})
+        passes = [
+            cost.pass_cost([(task, task.slots[slot]) for task in htask if slot in task.slots]).total_s(cost.layers)
+            for slot in slots
+        ]
+        sums += sum(passes) + sum(cost.step_s(task) for task in htask) + HTASK_S
+        longest = max(longest, *passes)
+    return bottleneck(cost.layers, stages) * (sums + (stages - 1) * longest)
+
+
+def feasible(
+    partition: Partition, memory: MemoryModel, tasks: Sequence[TaskLoad], most_rows: int | None = None
+) -> bool:
+    free = memory.free_bytes(tasks)
+    return all(
+        fits(memory, sum(task.peak_rows for task in htask), max(task.longest for task in htask), free, most_rows)
+        for htask in partition
+    )

@@ -18,6 +18,7 @@ from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
 from muxtune.engine.limits import require_known
 from muxtune.engine.outcomes import merged
+from muxtune.engine.planning import Planning
 from muxtune.engine.preference import sequence_sums
 from muxtune.engine.references import References
 from muxtune.engine.task import Sequences, Task, aligned, participant_of
@@ -31,6 +32,7 @@ from muxtune.plan.round import Participant, derive_round
 from muxtune.plan.types import (
     ItemOutcome,
     OptimStep,
+    Plan,
     Policy,
     RoundRecord,
     RoundSchedule,
@@ -49,7 +51,9 @@ class Engine:
     """Trains tasks on `backbone`, which the caller has loaded (`muxtune.engine.load`).
 
     Args:
-        policy: who runs with whom - `sequential`, or `fuse-all` up to `fuse_tokens` rows; `padded` for comparison.
+        policy: who runs with whom - as `planning` plans it with `muxtune`; `sequential`, `fuse-all` up to `fuse_tokens`
+            rows, or `padded`, for comparison.
+        planning: makes the plans of `muxtune`, which without it is `fuse-all`.
         fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
         chunk_tokens: the chunk budget of tasks that start here; a resumed task keeps its own.
         plain: run the plain twin of every fast path.
@@ -64,6 +68,7 @@ class Engine:
         backbone: Backbone,
         *,
         policy: Policy = "fuse-all",
+        planning: Planning | None = None,
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
@@ -75,6 +80,7 @@ class Engine:
         self.tasks: dict[str, Task] = {}
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
+        self.planning = planning
         self.fuse_tokens = fuse_tokens
         self.recompute = recompute
         self._chunk_tokens = chunk_tokens
@@ -169,9 +175,21 @@ class Engine:
     def schedule(self, participants: Sequence[Participant], kind: WorkKind = "train") -> RoundSchedule:
         """A round of these participants under the engine's policy."""
         self._rounds += 1
+        if self.policy == "muxtune" and self.planning is not None and kind == "train":
+            tasks = [task for task in self.tasks.values() if task.data.train and not task.status.final]
+            running = [task for task in tasks if task.runnable]
+            held = [task for task in tasks if not task.runnable]
+            return self._derive(self._rounds, participants, kind, self.planning.renew(running, held, self.fuse_tokens))
         return self._derive(self._rounds, participants, kind)
 
-    def _derive(self, number: int, participants: Sequence[Participant], kind: WorkKind) -> RoundSchedule:
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return self.planning.plan if self.planning is not None else None
+
+    def _derive(
+        self, number: int, participants: Sequence[Participant], kind: WorkKind, plan: Plan | None = None
+    ) -> RoundSchedule:
         return derive_round(
             number,
             participants,
@@ -179,6 +197,7 @@ class Engine:
             fuse_tokens=self.fuse_tokens,
             kind=kind,
             recompute=self.recompute,
+            plan=plan,
         )
 
     def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:

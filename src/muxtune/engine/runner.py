@@ -21,7 +21,7 @@ from muxtune.engine.rounds import Parted, Round, run_round
 from muxtune.engine.task import Task
 from muxtune.errors import MuxTuneError
 from muxtune.plan.round import Participant
-from muxtune.plan.types import ItemOutcome, PairSums, RoundRecord, StepOutcome, WorkKind
+from muxtune.plan.types import ItemOutcome, PairSums, Plan, RoundRecord, StepOutcome, WorkKind
 from muxtune.spec.event import EvalResult, Rewards, RunEvent, StepResult, TaskEvent
 from muxtune.spec.status import JobStatus
 
@@ -43,7 +43,7 @@ class Runner:
     folders: where each task writes, by name; a task without one writes nothing.
     stop: asked before each round; true ends the run after saving a checkpoint of every task.
     sampler: asked for replies to a job's `sample_prompts` whenever the task is evaluated, or at its end.
-    trace: handed the record of everything that is executed.
+    trace: handed the record of everything that is executed, and before it the plan, where that is a new one.
     fair: picks a round's participants among the tasks that could run, at least one; all, by default. Who is left out
         goes on in a later round with the bits it would have had in this one.
     clock: seconds, monotonic.
@@ -56,7 +56,7 @@ class Runner:
         folders: Mapping[str, Folder] | None = None,
         stop: Callable[[], bool] = lambda: False,
         sampler: Sampler = lambda task: (),
-        trace: Callable[[RoundRecord], None] = lambda record: None,
+        trace: Callable[[RoundRecord | Plan], None] = lambda record: None,
         fair: Fairness = lambda tasks: tasks,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,6 +67,7 @@ class Runner:
         self._trace = trace
         self._fair = fair
         self._clock = clock
+        self._plan: Plan | None = None
         self._saved_at = {name: clock() for name in engine.tasks}
         self.interrupted = False
 
@@ -98,6 +99,9 @@ class Runner:
 
     def _run(self, participants: Sequence[Participant], kind: WorkKind = "train") -> Round:
         found = run_round(self._engine, participants, kind)
+        if self._engine.plan is not None and self._engine.plan is not self._plan:
+            self._plan = self._engine.plan
+            self._trace(self._plan)
         for record in (*found.referred, *found.records):
             self._trace(record)
         return found

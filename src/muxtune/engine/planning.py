@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from muxtune.engine.task import Task
 from muxtune.plan.cost import CostModel
@@ -56,7 +57,7 @@ class Planning:
         self._recompute = recompute
         self._clock = clock
         self._known: OperatorTable | None = None
-        self._loads: dict[str, tuple[Task, TaskLoad]] = {}
+        self._loads: WeakKeyDictionary[Task, TaskLoad] = WeakKeyDictionary()  # a task that is detached is let go of
         self._ground: _Ground | None = None
         self._scale = 1.0
         self.plan: Plan | None = None
@@ -85,10 +86,10 @@ class Planning:
 
     def load(self, task: Task) -> TaskLoad:
         """What a task brings to a round."""
-        known = self._loads.get(task.name)
-        if known is None or known[0] is not task:
-            known = self._loads[task.name] = (task, self._load_of(task))
-        return known[1]
+        known = self._loads.get(task)
+        if known is None:
+            known = self._loads[task] = self._load_of(task)
+        return known
 
     def _made(self, running: Sequence[Task], held: Sequence[Task], most_rows: int) -> Plan:
         cost = self.cost()

@@ -1,6 +1,6 @@
 """RunSpec: one backbone, the jobs that train on it, and how the machine is used. Validated, frozen, JSON round trip.
 
-What nothing implements yet (policies beyond the two below, several devices) is refused, never ignored.
+What nothing implements yet (several devices) is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 Policy = Annotated[
-    Literal["sequential", "fuse-all", "padded"],
-    BeforeValidator(choice("sequential", "fuse-all", "padded", later=("muxtune",))),
+    Literal["sequential", "fuse-all", "padded", "muxtune"],
+    BeforeValidator(choice("sequential", "fuse-all", "padded", "muxtune")),
 ]
 DType = Annotated[
     Literal["auto", "fp32", "bf16", "fp64"],
@@ -48,7 +48,7 @@ Degree = Annotated[int, BeforeValidator(_read_degree), Field(ge=1)]
 class RunSpec(Spec):
     base_model: PathText  # an alias, a folder (relative to the working directory) or a hub name
     output_dir: PathText  # relative to the working directory; a job's output is output_dir/NAME
-    policy: Policy = "fuse-all"
+    policy: Policy = "muxtune"
     memory_limit: Annotated[Size, Field(ge=1)] | None = None  # bytes; None: what the machine has
     threads: Annotated[Integer, Field(ge=1, le=4096)] | None = None  # None: as torch chooses
     device: Annotated[str, BeforeValidator(_read_device)] = "auto"  # auto: cuda if there, else cpu

@@ -140,4 +140,5 @@ def _state(backbone: Backbone) -> str:
         digest.update(name.encode() + value.numpy().tobytes())
     owned = [name for name, value in backbone.model.named_parameters() if value.requires_grad or value.grad is not None]
     hooks = [name for name, one in backbone.model.named_modules() if one._forward_hooks or one._backward_hooks]
-    return f"{digest.hexdigest()} {owned} {hooks} {backbone.slot.current} {len(backbone.blocks)} {backbone.embedding.served}"
+    in_progress = (backbone.slot.current, backbone.embedding.served, backbone.embedding.asked)
+    return f"{digest.hexdigest()} {owned} {hooks} {in_progress} {len(backbone.blocks)}"

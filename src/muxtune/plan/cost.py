@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from muxtune.plan.loads import DROPPING, ChunkLoad, Span, TaskLoad
+from muxtune.plan.loads import BARE, DROPPING, ChunkLoad, Span, TaskLoad
 from muxtune.plan.profile import AdapterCost, Curve, Floats, OperatorTable
 
 ROW_MULTIPLE = 16
@@ -132,6 +132,8 @@ class CostModel:
 
     def _known(self, task: TaskLoad) -> Sequence[AdapterCost]:
         """What is known of the task's type, or of the nearest to it."""
+        if task.adapter == BARE:
+            return ()
         kind = task.adapter.removesuffix(DROPPING)
         dropping = task.adapter[len(kind) :]
         names = (task.adapter, kind, kind.split("+")[0] + dropping, kind.split("+")[0], "lora")

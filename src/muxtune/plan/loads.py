@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from muxtune.spec.peft import PeftBase, type_name
 
+BARE = "none"  # the label of rows without an adapter
 DROPPING = "+dropout"  # ends the label of an adapter whose input drops out: the masks are made anew in each pass
 
 

@@ -83,7 +83,10 @@ class AdapterCost:
 
 @dataclass(frozen=True, slots=True)
 class OperatorTable:
-    """`row_bytes`: of one row between two layers, which is also what a collective moves a row."""
+    """Attributes:
+    row_bytes: of one row between two layers, which is also what a collective moves a row.
+    measured_at_s: Unix time; 0 where nobody said.
+    """
 
     model: str
     device: str
@@ -98,6 +101,7 @@ class OperatorTable:
     adapters: Mapping[str, tuple[AdapterCost, ...]]  # by label, by ascending parameters
     optimizer: Curve
     seen: Directions | None = None
+    measured_at_s: float = 0.0
 
     def to_json(self) -> str:
         """One document, with its version."""
@@ -129,6 +133,7 @@ def _table(found: Mapping[str, Any]) -> OperatorTable:
         adapters={str(label): tuple(map(_adapter, own)) for label, own in found["adapters"].items()},
         optimizer=_curve(found["optimizer"]),
         seen=_directions(seen) if seen is not None else None,
+        measured_at_s=_numbers([found["measured_at_s"]])[0],
     )
     if 1 not in table.layer:
         raise ValueError("there is no layer of degree 1")

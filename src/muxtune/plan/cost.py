@@ -2,21 +2,24 @@
 
     pass     = entry(rows) + layers x layer + head(trained)
     layer    = base(sum of rows) + sum over sequences of attention + sum over members of adapter / layers
-    step     = optimizer(parameters), of each task
+    step     = optimizer(parameters) + what the adapter makes anew, of each task
 
 Only the base operators and the head see the sum over members: that is what fusing changes. What is a sequence's or a
 member's own adds up, whoever runs together. Rows are those that run, padded to a multiple of 16.
+
+An adapter costs something at each attach point that it hooks, and something with its parameters: two measured sizes of
+a type tell the one from the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from muxtune.plan.loads import ChunkLoad, TaskLoad
-from muxtune.plan.profile import Curve, Directions, Floats, OperatorTable
+from muxtune.plan.loads import BARE, DROPPING, ChunkLoad, Span, TaskLoad
+from muxtune.plan.profile import AdapterCost, Curve, Floats, OperatorTable
 
 ROW_MULTIPLE = 16
 
@@ -59,24 +62,27 @@ class CostModel:
     def own_s(self, task: TaskLoad, chunk: ChunkLoad) -> float:
         """What of a pass is a member's own, all layers: it adds up."""
         forward, backward = self._own(task, chunk)
-        return self.layers * (forward + backward)
+        return self.scale * (self.layers * (forward + backward) + self._compared(chunk))
 
     def pass_cost(self, members: Sequence[tuple[TaskLoad, ChunkLoad]], *, width: int = 0) -> PassCost:
         """Of one pass; every sequence takes at least `width` rows of it."""
-        rows = sum(max(span.rows, width) for _, chunk in members for span in chunk.spans)
+        filling = [width - span.rows for _, chunk in members for span in chunk.spans if span.rows < width]
+        rows = sum(chunk.rows for _, chunk in members) + sum(filling)
         trained = np.float64(sum(chunk.trained for _, chunk in members))
         trains = any(chunk.trains for _, chunk in members)
         run = padded_rows(np.float64(rows))
         entry, forward, backward, leave = (float(part) for part in self._shared(run, np.asarray(trained), trains))
-        for member in members:
-            own_forward, own_backward = self._own(*member)
-            forward += own_forward / self.scale
-            backward += own_backward / self.scale
+        for own_forward, own_backward in [*self._each(members), *self._filling(filling, trains)]:
+            forward += own_forward
+            backward += own_backward
+        leave += sum(self._compared(chunk) for _, chunk in members)
         return PassCost(int(run), self.scale * entry, self.scale * forward, self.scale * backward, self.scale * leave)
 
     def step_s(self, task: TaskLoad) -> float:
         """Of one optimizer step."""
-        return self.scale * float(self.table.optimizer(task.parameters))
+        known = self._known(task)
+        own = _interpolated(task, known, [one.step_s for one in known])
+        return self.scale * (float(self.table.optimizer(task.parameters)) + own)
 
     def _shared(self, run: Floats, trained: Floats, trains: bool) -> tuple[Floats, Floats, Floats, Floats]:
         forward = self._layer.forward(run)
@@ -88,35 +94,63 @@ class CostModel:
             leave = leave + self.table.head.backward(trained)
         return self.table.entry(run), forward, backward, leave
 
+    def _each(self, members: Sequence[tuple[TaskLoad, ChunkLoad]]) -> Iterator[tuple[float, float]]:
+        for member in members:
+            yield self._own(*member)
+
+    def _filling(self, rows: Sequence[int], trains: bool) -> Iterator[tuple[float, float]]:
+        """Rows that are nobody's attend to each other all the same."""
+        if rows:
+            yield self._directions(ChunkLoad(tuple(Span(one, one) for one in rows), 0, trains), 0.0, 0.0)
+
     def _own(self, task: TaskLoad, chunk: ChunkLoad) -> tuple[float, float]:
         """Forward and backward of one layer."""
-        adapter = self._adapter(task, chunk.rows)
-        forward = self._spans(self.table.attention.forward, chunk) + adapter[0] / self.layers
+        known = self._known(task)
+        forward, backward = (
+            _interpolated(task, known, [float(curve(chunk.rows)) for curve in curves]) / self.layers
+            for curves in ([one.cost.forward for one in known], [one.cost.backward for one in known])
+        )
+        return self._directions(chunk, forward, backward)
+
+    def _directions(self, chunk: ChunkLoad, forward: float, backward: float) -> tuple[float, float]:
+        seen = self.table.seen or self.table.attention
+        forward += self._spans(self.table.attention.forward, seen.forward, chunk)
         if not chunk.trains:
-            return self.scale * forward, 0.0
-        backward = self._spans(self.table.attention.backward, chunk) + adapter[1] / self.layers
-        return self.scale * forward, self.scale * (backward + (forward if self.recompute else 0.0))
+            return forward, 0.0
+        backward += self._spans(self.table.attention.backward, seen.backward, chunk)
+        return forward, backward + (forward if self.recompute else 0.0)
 
-    @staticmethod
-    def _spans(curve: Curve, chunk: ChunkLoad) -> float:
-        """A piece that sees P positions and brings R rows costs what P do, less what those before it do."""
-        stops = np.array([span.positions for span in chunk.spans], np.float64)
-        starts = stops - np.array([span.rows for span in chunk.spans], np.float64)
-        return float(np.sum(curve(stops) - curve(starts)))
+    def _spans(self, alone: Curve, seen: Curve, chunk: ChunkLoad) -> float:
+        rows = np.array([span.rows for span in chunk.spans], np.float64)
+        positions = np.array([span.positions for span in chunk.spans], np.float64)
+        if self.table.seen is None:  # what all positions cost, less what those before the rows do
+            return float(np.sum(alone(positions) - np.where(positions > rows, alone(positions - rows), 0.0)))
+        return float(np.sum(np.where(positions > rows, seen(rows * positions), alone(rows))))
 
-    def _adapter(self, task: TaskLoad, rows: int) -> tuple[float, float]:
-        """Of all layers; between two measured sizes of a type, linear in the parameters."""
-        known = self.table.adapters.get(task.adapter) or self.table.adapters.get("lora") or ()
-        if not known:
-            return 0.0, 0.0
-        sizes = [one.parameters for one in known]
+    def _compared(self, chunk: ChunkLoad) -> float:
+        return float(self.table.head.forward(chunk.compared))
 
-        def at(part: Iterable[Directions], direction: str) -> float:
-            seconds = [float(getattr(cost, direction)(rows)) for cost in part]
-            return float(np.interp(task.parameters, sizes, seconds))
+    def _known(self, task: TaskLoad) -> Sequence[AdapterCost]:
+        """What is known of the task's type, or of the nearest to it."""
+        if task.adapter == BARE:
+            return ()
+        kind = task.adapter.removesuffix(DROPPING)
+        dropping = task.adapter[len(kind) :]
+        names = (task.adapter, kind, kind.split("+")[0] + dropping, kind.split("+")[0], "lora")
+        return next((self.table.adapters[name] for name in names if name in self.table.adapters), ())
 
-        costs = [one.cost for one in known]
-        return at(costs, "forward"), at(costs, "backward")
+
+def _interpolated(task: TaskLoad, known: Sequence[AdapterCost], seconds: Sequence[float]) -> float:
+    """What a task's adapter takes where those that are known take so long: a part that goes with the attach points, and
+    one with the parameters."""
+    if not known:
+        return 0.0
+    first, last = known[0], known[-1]
+    share = task.points / first.points if task.points and first.points else 1.0
+    if last.parameters <= first.parameters or not task.parameters:
+        return share * seconds[0]
+    slope = max(0.0, (seconds[-1] - seconds[0]) / (last.parameters - first.parameters))
+    return share * max(0.0, seconds[0] - slope * first.parameters) + slope * task.parameters
 
 
 def padded_rows(rows: Floats | np.float64) -> Floats:

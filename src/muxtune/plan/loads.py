@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from muxtune.spec.peft import PeftBase, type_name
+
+BARE = "none"  # the label of rows without an adapter
+DROPPING = "+dropout"  # ends the label of an adapter whose input drops out: the masks are made anew in each pass
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -20,11 +25,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLoad:
-    """One chunk: `trained` rows go through the head; one that does not train only goes forward (a carried piece)."""
+    """One chunk: `trained` rows go through the head; one that does not train only goes forward (a carried piece).
+    `compared`: rows of dpo, which go through the head once more to find out what they weigh."""
 
     spans: tuple[Span, ...]
     trained: int
     trains: bool = True
+    compared: int = 0
 
     @property
     def rows(self) -> int:
@@ -40,11 +47,12 @@ class TaskLoad:
     """A task: the chunks of one optimizer step, in order, and its adapter.
 
     Attributes:
-        adapter: the label of its PEFT type (`PeftSpec.label`), under which the operator table knows what it costs.
+        adapter: the label of its PEFT type (`label_of`), under which the operator table knows what it costs.
         parameters, state_bytes: trainable numbers; bytes of these, their gradient and moments.
         widest: rows of its largest chunk in any step; 0 where that of `chunks` is.
         carried: positions whose keys and values, and their gradient, it holds while a cut sequence runs.
         steps: optimizer steps that it has left.
+        points: attach points that its adapter hooks; 0: as many as the operator table's.
     """
 
     name: str
@@ -55,6 +63,7 @@ class TaskLoad:
     widest: int = 0
     carried: int = 0
     steps: int = 1
+    points: int = 0
 
     @property
     def tokens(self) -> int:
@@ -87,3 +96,10 @@ class TaskLoad:
 
 
 TRAINS = 2**31 - 1  # sorts behind every chunk that only goes forward
+
+
+def label_of(peft: PeftBase) -> str:
+    """What an adapter goes by in the operator table: the short name of its type (`dora`, `houlsby`), and whether it
+    drops out."""
+    dropping = any(getattr(peft, key) for key in type(peft).model_fields if "dropout" in key)
+    return type_name(peft) + (DROPPING if dropping else "")

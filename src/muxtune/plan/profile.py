@@ -1,25 +1,33 @@
 """The operator table: what each operator takes on one device, measured once over counts of rows.
 
-    entry        what a pass costs before its first layer, by rows: packing, embedding
+    entry        what a pass costs besides its layers and its head, by rows: packing, embedding, last norm, bookkeeping
     layer        one decoder layer without attention, by rows and degree of tensor parallelism
     attention    of one sequence in one layer, by its positions
+    seen         of rows that see more than themselves (a piece of a sequence, a learned prefix), by rows x positions
     head         the head and the loss, by trained positions; "backward" is what their gradient adds
-    adapters     what one adapter adds to all layers together, by rows, per PEFT type and number of parameters
+    adapters     what one adapter adds to all layers together, by rows, per PEFT type, number of parameters and points
     optimizer    one step, by parameters
 
 Between measured counts a curve is linear, above the last it goes on with its last slope, below the first it is flat:
-operators are flat until they fill the device. A count of nothing costs nothing.
+operators are flat until they fill the device. A count of nothing costs nothing. What is linear in the rows of a
+sequence may be in `layer` or in `attention`: a pass has the sum of both, and nothing else is asked for.
 
 The boundary: numbers, no torch; `muxtune.engine.profiler` measures them.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+VERSION = 1  # of what is measured, and of how it is written down
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,6 +48,12 @@ class Curve:
             found = found + np.maximum(asked - self.counts[-1], 0) * max(slope, 0.0)
         return np.where(asked > 0, found, 0.0)
 
+    def scaled(self, factor: float) -> Curve:
+        return Curve(self.counts, tuple(factor * one for one in self.seconds))
+
+
+NOTHING = Curve((1.0,), (0.0,))
+
 
 @dataclass(frozen=True, slots=True)
 class Directions:
@@ -48,18 +62,31 @@ class Directions:
     forward: Curve
     backward: Curve
 
+    def scaled(self, factor: float) -> Directions:
+        return Directions(self.forward.scaled(factor), self.backward.scaled(factor))
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterCost:
-    """One adapter of so many parameters, in all layers together, by rows."""
+    """One adapter of so many parameters, in all layers together, by rows.
+
+    Attributes:
+        points: attach points that it hooks; what it costs beside its parameters goes with their number.
+        step_s: what it makes anew after each optimizer step (DoRA's norms).
+    """
 
     parameters: int
     cost: Directions
+    points: int = 0
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorTable:
-    """`row_bytes`: of one row between two layers, which is also what a collective moves a row."""
+    """Attributes:
+    row_bytes: of one row between two layers, which is also what a collective moves a row.
+    measured_at_s: Unix time; 0 where nobody said.
+    """
 
     model: str
     device: str
@@ -73,3 +100,72 @@ class OperatorTable:
     head: Directions
     adapters: Mapping[str, tuple[AdapterCost, ...]]  # by label, by ascending parameters
     optimizer: Curve
+    seen: Directions | None = None
+    measured_at_s: float = 0.0
+
+    def to_json(self) -> str:
+        """One document, with its version."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+
+
+def from_json(text: str | bytes) -> OperatorTable | None:
+    """What `to_json` wrote; None for what another version wrote, and for anything else."""
+    try:
+        found = json.loads(text)
+        return _table(found) if found["version"] == VERSION else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _table(found: Mapping[str, Any]) -> OperatorTable:
+    seen = found["seen"]
+    table = OperatorTable(
+        model=str(found["model"]),
+        device=str(found["device"]),
+        dtype=str(found["dtype"]),
+        threads=_count(found["threads"]),
+        layers=_count(found["layers"]),
+        row_bytes=_count(found["row_bytes"]),
+        entry=_curve(found["entry"]),
+        layer={int(degree): _directions(own) for degree, own in found["layer"].items()},
+        attention=_directions(found["attention"]),
+        head=_directions(found["head"]),
+        adapters={str(label): tuple(map(_adapter, own)) for label, own in found["adapters"].items()},
+        optimizer=_curve(found["optimizer"]),
+        seen=_directions(seen) if seen is not None else None,
+        measured_at_s=_numbers([found["measured_at_s"]])[0],
+    )
+    if 1 not in table.layer:
+        raise ValueError("there is no layer of degree 1")
+    return table
+
+
+def _adapter(found: Mapping[str, Any]) -> AdapterCost:
+    parameters, points = _count(found["parameters"]), _count(found["points"])
+    return AdapterCost(parameters, _directions(found["cost"]), points, _numbers([found["step_s"]])[0])
+
+
+def _directions(found: Mapping[str, Any]) -> Directions:
+    return Directions(_curve(found["forward"]), _curve(found["backward"]))
+
+
+def _curve(found: Mapping[str, Any]) -> Curve:
+    counts, seconds = _numbers(found["counts"]), _numbers(found["seconds"])
+    ascending = all(one < other for one, other in pairwise((0.0, *counts)))
+    if not counts or len(counts) != len(seconds) or not ascending:
+        raise ValueError("not a curve")
+    return Curve(counts, seconds)
+
+
+def _numbers(found: Any) -> tuple[float, ...]:
+    """Finite ones from 0 up."""
+    numbers = tuple(float(one) for one in found)
+    if not all(math.isfinite(one) and one >= 0 for one in numbers):
+        raise ValueError("not a measurement")
+    return numbers
+
+
+def _count(found: Any) -> int:
+    if not isinstance(found, int) or found < 0:
+        raise ValueError("not a count")
+    return found

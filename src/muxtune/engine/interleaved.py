@@ -1,0 +1,77 @@
+"""Timing of many small pieces of work on a machine that is not quiet.
+
+Every trial runs once without being counted and then again and again in turn, so that a slow moment meets all alike;
+what counts is the lower quartile of each, which a burst of other work does not reach and one lucky run does not decide.
+
+The boundary: it knows no operators. Trials time themselves, and may answer several parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+Clock = Callable[[], float]  # seconds, monotonic
+Parts = tuple[float, ...]
+Trial = Callable[[], Parts]
+Name = TypeVar("Name", bound=Hashable)
+
+LEAST, MOST = 2, 15  # counted runs of each trial; in a hurry at least one
+HURRIED_S = 1.0  # a budget that is less
+_QUANTILE = 0.25
+_LONG, _TOO_LONG = 0.02, 0.2  # of the budget, for one run: no more than `LEAST`; none at all
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """`clock` read when the device has done all that it was told to, and what may be spent by it in all."""
+
+    clock: Clock
+    device: torch.device
+    budget_s: float
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.clock()
+
+    @property
+    def hurried(self) -> bool:
+        """Whether there is no time for more than a first look."""
+        return self.budget_s < HURRIED_S
+
+    def timed(self, trials: Mapping[Name, Trial], *, share: float, growing: bool = False) -> dict[Name, Parts]:
+        """Typical seconds of each trial's parts, from as many turns as this share of the budget allows, `LEAST` at the
+        least. Trials that grow end before the first, but for the very first, that takes much of the budget alone."""
+        took_s = self._warm(trials, growing and not self.hurried)
+        taken: dict[Name, list[Parts]] = {name: [] for name in took_s}
+        least, end = 1 if self.hurried else LEAST, self.clock() + share * self.budget_s
+        for turn in range(MOST):
+            if turn >= least and self.clock() >= end:
+                break
+            for name, runs in taken.items():
+                if turn < least or took_s[name] < _LONG * self.budget_s:
+                    runs.append(trials[name]())
+        return {name: typical(runs) for name, runs in taken.items()}
+
+    def _warm(self, trials: Mapping[Name, Trial], growing: bool) -> dict[Name, float]:
+        """How long each trial that is to be run took, once."""
+        took_s: dict[Name, float] = {}
+        for name, trial in trials.items():
+            began = self.clock()
+            trial()
+            seconds = self.clock() - began
+            if growing and took_s and seconds > _TOO_LONG * self.budget_s:
+                break
+            took_s[name] = seconds
+        return took_s
+
+
+def typical(runs: Sequence[Parts]) -> Parts:
+    """Of several runs of one trial, part by part."""
+    found = np.quantile(np.array(runs, np.float64), _QUANTILE, axis=0, method="lower")
+    return tuple(float(one) for one in found)

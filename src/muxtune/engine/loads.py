@@ -1,0 +1,160 @@
+"""What a job brings to a round, as the planner sees it: its `TaskLoad`, from its data and its spec alone.
+
+A typical optimizer step stands for all: the middle one, by rows, of the next few, in the task's own order and chunks.
+What a plan must never exceed - the widest chunk, keys and values carried - are bounds over every step there can be.
+
+The second half goes the other way: from a schedule to the loads that each of its passes has, so that what ran can be
+laid beside what was predicted for exactly that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from muxtune.data.prepare import PreparedJob
+from muxtune.data.sampler import Sampler
+from muxtune.data.types import TokenSequence
+from muxtune.engine.decode import DecodeSource
+from muxtune.engine.task import Task, participant_of
+from muxtune.plan.cost import CostModel
+from muxtune.plan.loads import BARE, ChunkLoad, Span, TaskLoad, label_of
+from muxtune.plan.round import Participant
+from muxtune.plan.types import LossSpec, MicroBatch, RoundSchedule, SequenceRef, WorkItem, WorkKind
+from muxtune.spec.job import JobSpec
+from muxtune.spec.peft import PeftBase, Place
+from muxtune.spec.schedule import total_steps
+
+LOOKED_AT = 5  # optimizer steps, of which the middle one is the typical one
+
+Members = list[tuple[TaskLoad, ChunkLoad]]
+Sources = Mapping[str, Sequence[TokenSequence] | DecodeSource]
+
+
+def load_of(
+    job: JobSpec,
+    sequences: Sequence[TokenSequence],
+    chunk_tokens: int,
+    places: Sequence[Place],
+    *,
+    done: int = 0,
+    total: int | None = None,
+) -> TaskLoad:
+    """Of a job on its training sequences, at least one. `places`: every attach point of the base model.
+
+    `done`, `total`: optimizer steps that have been, and that there are in all (None: as the job says).
+    """
+    group = job.group_size
+    groups = len(sequences) // group
+    total = total_steps(job, groups) if total is None else total
+    sampler = Sampler(groups, job.effective_batch, job.seed, shuffle=job.shuffle)
+    steps = [_step(job, sequences, sampler.batch(done + ahead), chunk_tokens) for ahead in range(LOOKED_AT)]
+    chunks = sorted(steps, key=lambda chunks: sum(chunk.rows for chunk in chunks))[LOOKED_AT // 2]
+    budget = max(chunk_tokens, job.peft.virtual_rows + 1)
+    longest = max(map(len, sequences))
+    cut = longest + job.peft.virtual_rows > budget or group * (longest + job.peft.virtual_rows) > budget
+    return TaskLoad(
+        job.name,
+        chunks,
+        label_of(job.peft),
+        job.peft.parameters(places),
+        job.peft.state_bytes(places),
+        min(budget, _most_rows(job, sequences)),
+        group * (longest + job.peft.lead) if cut else 0,
+        max(0, total - done),
+        points_of(job.peft, places),
+    )
+
+
+def load_of_task(task: Task, places: Sequence[Place]) -> TaskLoad:
+    """Of an attached task with data, from the step that is next."""
+    return load_of(task.job, task.data.train, task.chunk_tokens, places, done=task.step, total=task.total_steps)
+
+
+def load_of_prepared(prepared: PreparedJob, chunk_tokens: int, places: Sequence[Place]) -> TaskLoad:
+    """Of a job whose data have been read, before anything is loaded."""
+    return load_of(prepared.job, prepared.data.train, chunk_tokens, places)
+
+
+def points_of(peft: PeftBase, places: Iterable[Place]) -> int:
+    """Attach points where an adapter trains something."""
+    return sum(peft.parameters((place,)) > 0 for place in places)
+
+
+def members_of(
+    batch: MicroBatch, tasks: Mapping[str, Task], loads: Mapping[str, TaskLoad], sources: Sources
+) -> Members:
+    """Who runs what in a pass of a schedule; `loads` are those of its tasks. Rows that decode are not among them."""
+    found: Members = []
+    for item in batch.items:
+        source = sources[item.source]
+        if isinstance(source, DecodeSource):
+            continue
+        peft = tasks[item.task].job.peft if item.task is not None else None
+        chunk = _chunk(item, source, peft)
+        found.append((loads[item.task] if item.task is not None else TaskLoad("", (chunk,), BARE), chunk))
+    return found
+
+
+def predicted_s(
+    schedule: RoundSchedule,
+    cost: CostModel,
+    tasks: Mapping[str, Task],
+    loads: Mapping[str, TaskLoad],
+    sources: Sources,
+) -> list[float]:
+    """Seconds of each action of a schedule. `cost` must know whether its passes recompute."""
+
+    def seconds(batch: MicroBatch) -> float:
+        members = members_of(batch, tasks, loads, sources)
+        return cost.pass_cost(members, width=batch.width).total_s(cost.layers) if members else 0.0
+
+    return [
+        seconds(action) if isinstance(action, MicroBatch) else cost.step_s(loads[action.task])
+        for action in schedule.actions
+    ]
+
+
+def _step(
+    job: JobSpec, sequences: Sequence[TokenSequence], groups: Sequence[int], chunk_tokens: int
+) -> tuple[ChunkLoad, ...]:
+    """The chunks of one optimizer step."""
+    size = job.group_size
+    indices = [size * group + place for group in groups for place in range(size)]
+    brought = participant_of(job, job.name, sequences, indices, chunk_tokens, size)
+    return tuple(_chunk(_item(job, brought, number), sequences, job.peft) for number in range(len(brought.chunks)))
+
+
+def _item(job: JobSpec, brought: Participant, number: int) -> WorkItem:
+    """A chunk as a round takes it (`muxtune.plan.round`)."""
+    kind: WorkKind = "train" if number not in brought.carried else "score" if brought.loss == "dpo" else "carry"
+    loss = LossSpec(brought.denominator, brought.loss, brought.beta)
+    return WorkItem(job.name, kind, brought.source, brought.chunks[number], loss)
+
+
+def _chunk(item: WorkItem, source: Sequence[TokenSequence], peft: PeftBase | None) -> ChunkLoad:
+    spans = tuple(_span(ref, peft) for ref in item.sequences)
+    trained = sum(_trained(source[ref.index], ref) for ref in item.sequences) if item.kind != "carry" else 0
+    trains = item.kind == "train"
+    compared = trained if trains and item.loss is not None and item.loss.kind == "dpo" else 0
+    return ChunkLoad(spans, trained, trains, compared)
+
+
+def _span(ref: SequenceRef, peft: PeftBase | None) -> Span:
+    virtual, lead = (peft.virtual_rows, peft.lead) if peft is not None else (0, 0)
+    return Span(ref.length + (virtual if ref.start == 0 else 0), lead + ref.stop)
+
+
+def _trained(sequence: TokenSequence, ref: SequenceRef) -> int:
+    """Rows that predict a trained token (`muxtune.engine.packing`)."""
+    return int(np.count_nonzero(sequence.mask[ref.start + 1 : ref.stop + 1]))
+
+
+def _most_rows(job: JobSpec, sequences: Sequence[TokenSequence]) -> int:
+    """Of any optimizer step: those of its longest groups."""
+    size = job.group_size
+    rows = (
+        np.array([len(one) for one in sequences], np.int64).reshape(-1, size).sum(axis=1) + size * job.peft.virtual_rows
+    )
+    return int(np.sort(rows)[-job.effective_batch :].sum())

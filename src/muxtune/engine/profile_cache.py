@@ -1,0 +1,101 @@
+"""Operator tables on disk: a file for each (shapes of the model, device, dtype, threads, torch, version of the table).
+
+Weights do not matter to what an operator takes, so every model of the same shapes shares a table; nor does the code
+around the operators, but for what `muxtune.plan.profile.VERSION` stands for. A file is private to its user, whole or
+absent, and deleted where it is damaged (`muxtune.data.private_cache`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from muxtune.data.private_cache import PrivateCache
+from muxtune.engine.profiler import device_name, dtype_name, measure
+from muxtune.models.backbone import Backbone
+from muxtune.plan.profile import VERSION, OperatorTable, from_json
+
+FOLDER = "profiles"  # of the cache
+DEFAULT_LIMIT_BYTES = 1 << 24
+
+
+class Measure(Protocol):
+    """`muxtune.engine.profiler.measure`, or what stands in for it."""
+
+    def __call__(self, backbone: Backbone, *, model: str) -> OperatorTable: ...
+
+
+class ProfileCache(PrivateCache[OperatorTable]):
+    """Tables in one folder."""
+
+    what, suffix = "profile cache", ".profile"
+
+    def __init__(self, folder: Path, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+        super().__init__(folder, limit_bytes)
+
+    def encode(self, entry: OperatorTable) -> bytes:
+        return entry.to_json().encode()
+
+    def decode(self, body: bytes) -> OperatorTable | None:
+        return from_json(body)
+
+    def path(self, key: str) -> Path:
+        """Where the entry is kept."""
+        return self.folder / f"{key}{self.suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTable:
+    """A table and where it is kept; `fresh` where it has been measured just now."""
+
+    table: OperatorTable
+    path: Path
+    fresh: bool
+
+
+def table_for(backbone: Backbone, cache_dir: Path, *, fresh: bool = False, model: str = "") -> OperatorTable:
+    """The table of this backbone on its device with the threads there are: kept, or else measured, which takes some
+    seconds, and kept. `fresh` measures in any case; `model` is what a new table calls it."""
+    return kept_table(backbone, cache_dir, fresh=fresh, model=model).table
+
+
+def kept_table(
+    backbone: Backbone,
+    cache_dir: Path,
+    *,
+    fresh: bool = False,
+    model: str = "",
+    measuring: Measure = measure,
+    now: Callable[[], float] = time.time,
+) -> KeptTable:
+    """See `table_for`. `measuring` is asked for a table that is not there; `now` is Unix time."""
+    cache, key = ProfileCache(cache_dir / FOLDER), key_of(backbone)
+    found = None if fresh else cache.load(key)
+    table = found or replace(measuring(backbone, model=model), measured_at_s=now())
+    if found is None:
+        cache.store(key, table)
+    return KeptTable(table, cache.path(key), found is None)
+
+
+def key_of(backbone: Backbone) -> str:
+    """The name of a backbone's table: a hash of everything that decides what is measured."""
+    shapes = {name: list(value.shape) for name, value in backbone.model.named_parameters()}
+    parts = [
+        VERSION,
+        shapes,
+        backbone.config.model_type,
+        backbone.attention_shape,
+        backbone.max_positions,
+        device_name(backbone.device),
+        dtype_name(backbone.dtype),
+        torch.get_num_threads(),
+        torch.__version__,
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,78 @@
+"""Kept operator tables: one for a set of shapes and a machine, found again, private, and made anew where damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from muxtune.engine.profile_cache import FOLDER, KeptTable, kept_table, key_of, table_for
+from muxtune.models.backbone import Backbone
+from muxtune.plan.profile import OperatorTable, from_json
+from tests.engine.build import backbone_of
+from tests.plan.tables import table
+
+
+class Measuring:
+    """Stands in for the profiler, and counts."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, backbone: Backbone, *, model: str) -> OperatorTable:
+        self.times += 1
+        return replace(table(), model=model, layers=self.times)
+
+
+def _kept(backbone: Backbone, folder: Path, measuring: Measuring, *, fresh: bool = False) -> KeptTable:
+    return kept_table(
+        backbone, folder, fresh=fresh, model="tiny", measuring=measuring, now=lambda: 1e9 + measuring.times
+    )
+
+
+def test_a_table_is_measured_once_for_all_models_of_the_same_shapes(tmp_path: Path) -> None:
+    measuring = Measuring()
+    one, other = (_kept(backbone_of(), tmp_path, measuring) for _ in range(2))
+    assert (one.fresh, other.fresh, measuring.times) == (True, False, 1)
+    assert one.table == other.table and one.path == other.path and one.table.model == "tiny"
+    assert one.table.measured_at_s == 1e9 + 1
+    again = _kept(backbone_of(), tmp_path, measuring, fresh=True)
+    assert again.fresh and again.table.layers == 2 == _kept(backbone_of(), tmp_path, measuring).table.layers
+
+
+def test_whatever_changes_what_is_measured_has_a_table_of_its_own() -> None:
+    threads = torch.get_num_threads()
+    keys = {key_of(backbone_of()), key_of(backbone_of("llama-mqa")), key_of(backbone_of(layers=3))}
+    keys.add(key_of(backbone_of(dtype=torch.float64)))
+    torch.set_num_threads(threads + 1)
+    try:
+        keys.add(key_of(backbone_of()))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(keys) == 5
+    assert key_of(backbone_of()) in keys
+
+
+def test_a_file_is_private_and_a_damaged_one_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    measuring, backbone = Measuring(), backbone_of()
+    path = _kept(backbone, tmp_path, measuring).path
+    assert path.parent == tmp_path / FOLDER
+    assert path.stat().st_mode & 0o077 == 0 == path.parent.stat().st_mode & 0o077
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    path.write_bytes(path.read_bytes()[:-9])
+    assert _kept(backbone, tmp_path, measuring).fresh and measuring.times == 2
+    assert "is damaged and is made anew" in caplog.text
+    assert not _kept(backbone, tmp_path, measuring).fresh
+
+
+def test_a_folder_that_cannot_be_written_costs_the_measurement_only(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("in the way")
+    measuring = Measuring()
+    assert all(_kept(backbone_of(), tmp_path, measuring).fresh for _ in range(2)) and measuring.times == 2
+
+
+def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:
+    found = table_for(backbone_of(), tmp_path, model="tiny")
+    assert found.model == "tiny" and from_json(found.to_json()) == found == table_for(backbone_of(), tmp_path)

@@ -1,0 +1,108 @@
+"""The operator table: its curves, and that a file gives back what was written or nothing at all."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxtune.plan.profile import VERSION, AdapterCost, Curve, Directions, OperatorTable, from_json
+
+_SECONDS = st.floats(0, 10, allow_nan=False)
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Curve:
+    counts = sorted(draw(st.sets(st.integers(1, 4096), min_size=1, max_size=6)))
+    return Curve(tuple(map(float, counts)), tuple(draw(_SECONDS) for _ in counts))
+
+
+def directions() -> st.SearchStrategy[Directions]:
+    return st.builds(Directions, curves(), curves())
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> OperatorTable:
+    costs = st.builds(AdapterCost, st.integers(0, 10**9), directions(), st.integers(0, 300), _SECONDS)
+    return OperatorTable(
+        draw(st.text(max_size=20)),
+        "cpu",
+        "float32",
+        2,
+        draw(st.integers(1, 80)),
+        2304,
+        draw(curves()),
+        {1: draw(directions()), 4: draw(directions())},
+        draw(directions()),
+        draw(directions()),
+        {"lora": (draw(costs), draw(costs)), "ia3": (draw(costs),)},
+        draw(curves()),
+        draw(st.none() | directions()),
+    )
+
+
+@given(tables())
+def test_a_table_comes_back_from_its_file(table: OperatorTable) -> None:
+    assert from_json(table.to_json()) == table == from_json(table.to_json().encode())
+
+
+@given(tables(), st.integers(0, 10**6))
+def test_a_file_that_was_cut_off_is_no_table(table: OperatorTable, at: int) -> None:
+    text = table.to_json()
+    assert from_json(text[: at % len(text)]) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("version",), VERSION + 1),
+        (("layers",), "thirty"),
+        (("layers",), -1),
+        (("entry", "seconds", 0), float("nan")),
+        (("entry", "seconds", 0), -1.0),
+        (("entry", "counts", 1), 16),
+        (("entry", "counts"), []),
+        (("layer",), {"2": {}}),
+        (("adapters", "lora", 0), {"parameters": 1}),
+        (("adapters",), None),
+        (("seen",), 7),
+    ],
+)
+def test_a_file_of_another_version_or_a_damaged_one_is_no_table(path: tuple[str | int, ...], value: object) -> None:
+    line = Directions(Curve((16.0, 32.0), (1.0, 2.0)), Curve((16.0,), (1.0,)))
+    table = OperatorTable("m", "cpu", "float32", 1, 2, 8, line.forward, {1: line}, line, line, {}, line.forward)
+    known = json.loads(OperatorTable(**{**_fields(table), "adapters": {"lora": (AdapterCost(1, line),)}}).to_json())
+    assert from_json(json.dumps(known)) is not None
+    *outer, last = path
+    place = known
+    for key in outer:
+        place = place[key]
+    place[last] = value
+    assert from_json(json.dumps(known)) is None
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "7", '"x"', "{}", "[" * 100_000, b"\xff\xfe"])
+def test_whatever_else_a_file_holds_is_no_table(text: str | bytes) -> None:
+    assert from_json(text) is None
+
+
+@given(curves(), st.floats(0.01, 20_000))
+def test_a_curve_is_flat_below_linear_between_and_goes_on_above(curve: Curve, count: float) -> None:
+    found = float(curve(count))
+    assert found >= 0 and float(curve(0)) == 0
+    if count <= curve.counts[0]:
+        assert found == pytest.approx(curve.seconds[0])
+    elif count >= curve.counts[-1]:
+        assert found >= curve.seconds[-1]
+        more = float(curve(count + 100)) - found
+        assert more == pytest.approx(float(curve(count + 200)) - found - more, abs=1e-6)
+    else:
+        assert min(curve.seconds) - 1e-12 <= found <= max(curve.seconds) + 1e-12
+    assert np.allclose(curve.scaled(2)([count]), 2 * found)
+
+
+def _fields(table: OperatorTable) -> dict[str, object]:
+    return {name: getattr(table, name) for name in table.__slots__}

@@ -76,6 +76,7 @@ class Engine:
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
         self.fuse_tokens = fuse_tokens
+        self._fused_at_most: int | None = None  # since a wider pass has failed
         self.recompute = recompute
         self._chunk_tokens = chunk_tokens
         self.references = references or References()
@@ -96,9 +97,7 @@ class Engine:
         AdapterError for targets that match nothing."""
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
-        self._check_tokens(job, (*data.train, *data.validation))
-        for sequences in (data.train, data.validation):
-            _require_groups(job, sequences, job.group_size)
+        self.check(job, data)
         adapter = build_adapter(
             job.peft,
             self.backbone,
@@ -112,6 +111,12 @@ class Engine:
         self.sources[task.train_source] = data.train
         self.sources[task.validation_source] = data.validation
         return task
+
+    def check(self, job: JobSpec, data: Sequences) -> None:
+        """What `attach` finds out of the data. Raises DataError."""
+        self._check_tokens(job, (*data.train, *data.validation))
+        for sequences in (data.train, data.validation):
+            _require_groups(job, sequences, job.group_size)
 
     def detach(self, task: Task | str) -> None:
         """Forget a task; what it had not applied is dropped."""
@@ -164,7 +169,11 @@ class Engine:
 
     def fuse_below(self, rows: int) -> None:
         """Bring tasks together in passes of half as many rows, from here on; a pass of `rows` has failed."""
-        self.fuse_tokens = max(1, min(self.fuse_tokens, rows // 2))
+        self.fuse_tokens = self._fused_at_most = max(1, min(self.fuse_tokens, rows // 2))
+
+    def fuse_up_to(self, rows: int) -> None:
+        """Bring tasks together in passes of up to `rows` from here on, or of fewer where such have failed."""
+        self.fuse_tokens = rows if self._fused_at_most is None else min(rows, self._fused_at_most)
 
     def schedule(self, participants: Sequence[Participant], kind: WorkKind = "train") -> RoundSchedule:
         """A round of these participants under the engine's policy."""

@@ -128,6 +128,10 @@ class Engine:
             self.references.forget(source)
         self.references.save()
 
+    def trim(self) -> None:
+        """Give memory that detached tasks have left back to the system, where it was kept for others of their kind."""
+        self._slabs.trim()
+
     def pause(self, task: Task | str) -> None:
         """Leave a task out of the rounds to come; `resume` brings it back where it was."""
         self.task(task).become(JobStatus.PAUSED)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from muxtune.engine.advice import advice
 from muxtune.engine.engine import Engine
 from muxtune.engine.failure import Raised, brief
 from muxtune.engine.rounds import Parted, Round, run_round
@@ -221,6 +222,8 @@ class Runner:
     def _fail(self, task: Task, error: str, **more: str) -> TaskEvent:
         task.become(JobStatus.FAILED)
         code, _, message = error.partition(": ")
+        if hint := advice(code, task.step, task.learning_rate()):
+            more["hint"] = hint
         return TaskEvent("failed", task.name, task.step, message, {"code": code, **more})
 
     def _complete(self, task: Task) -> Iterator[RunEvent]:

@@ -80,6 +80,8 @@ class Waves:
         ended = [name for name, task in self._engine.tasks.items() if task.status.final]
         for name in ended:
             self._engine.detach(name)
+        if ended:
+            self._engine.trim()
         gone = self._sizes.keys() - self._engine.tasks.keys()
         for name in gone:
             del self._sizes[name]

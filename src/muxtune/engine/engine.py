@@ -82,6 +82,7 @@ class Engine:
         self.policy: Policy = policy
         self.planning = planning
         self.fuse_tokens = fuse_tokens
+        self._fused_at_most: int | None = None  # since a wider pass has failed
         self.recompute = recompute
         self._chunk_tokens = chunk_tokens
         self.references = references or References()
@@ -102,9 +103,7 @@ class Engine:
         AdapterError for targets that match nothing."""
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
-        self._check_tokens(job, (*data.train, *data.validation))
-        for sequences in (data.train, data.validation):
-            _require_groups(job, sequences, job.group_size)
+        self.check(job, data)
         adapter = build_adapter(
             job.peft,
             self.backbone,
@@ -119,6 +118,12 @@ class Engine:
         self.sources[task.validation_source] = data.validation
         return task
 
+    def check(self, job: JobSpec, data: Sequences) -> None:
+        """What `attach` finds out of the data. Raises DataError."""
+        self._check_tokens(job, (*data.train, *data.validation))
+        for sequences in (data.train, data.validation):
+            _require_groups(job, sequences, job.group_size)
+
     def detach(self, task: Task | str) -> None:
         """Forget a task; what it had not applied is dropped."""
         found = self.task(task)
@@ -128,6 +133,10 @@ class Engine:
             del self.sources[source]
             self.references.forget(source)
         self.references.save()
+
+    def trim(self) -> None:
+        """Give memory that detached tasks have left back to the system, where it was kept for others of their kind."""
+        self._slabs.trim()
 
     def pause(self, task: Task | str) -> None:
         """Leave a task out of the rounds to come; `resume` brings it back where it was."""
@@ -170,7 +179,11 @@ class Engine:
 
     def fuse_below(self, rows: int) -> None:
         """Bring tasks together in passes of half as many rows, from here on; a pass of `rows` has failed."""
-        self.fuse_tokens = max(1, min(self.fuse_tokens, rows // 2))
+        self.fuse_tokens = self._fused_at_most = max(1, min(self.fuse_tokens, rows // 2))
+
+    def fuse_up_to(self, rows: int) -> None:
+        """Bring tasks together in passes of up to `rows` from here on, or of fewer where such have failed."""
+        self.fuse_tokens = rows if self._fused_at_most is None else min(rows, self._fused_at_most)
 
     def schedule(self, participants: Sequence[Participant], kind: WorkKind = "train") -> RoundSchedule:
         """A round of these participants under the engine's policy."""

@@ -24,7 +24,17 @@ from muxtune.data.manifest import BaseIdentity, TrainingManifest
 from muxtune.data.prepare import PreparedJob, Preparer, prompt_ids
 from muxtune.data.render import Renderer
 from muxtune.engine.adapters import Voice, base_voice, read_stored, require_adapter
-from muxtune.engine.arguments import Prompt, as_count, as_job, as_number, as_path, as_prompt, as_requests
+from muxtune.engine.arguments import (
+    Prompt,
+    as_count,
+    as_device,
+    as_dtype,
+    as_job,
+    as_number,
+    as_path,
+    as_prompt,
+    as_requests,
+)
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
 from muxtune.engine.references import ReferenceCache, References, ground_of
@@ -67,6 +77,7 @@ class LocalEngine(Engine):
     ) -> None:
         if threads is not None:
             torch.set_num_threads(as_count(threads, "threads"))
+        device, dtype = as_device(device), as_dtype(dtype)
         cache = cache_dir or default_cache_dir()
         if not isinstance(base_model, ModelFolder):
             name = base_model if isinstance(base_model, str) else str(as_path(base_model, "base_model"))

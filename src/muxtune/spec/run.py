@@ -23,13 +23,12 @@ Policy = Annotated[
     Literal["sequential", "fuse-all", "padded", "muxtune"],
     BeforeValidator(choice("sequential", "fuse-all", "padded", "muxtune")),
 ]
-DType = Annotated[
-    Literal["auto", "fp32", "bf16", "fp64"],
-    BeforeValidator(choice("auto", "fp32", "bf16", "fp64", aliases=_DTYPE_ALIASES, later=("fp16", "float16"))),
-]
+read_dtype = choice("auto", "fp32", "bf16", "fp64", aliases=_DTYPE_ALIASES, later=("fp16", "float16"))
+DType = Annotated[Literal["auto", "fp32", "bf16", "fp64"], BeforeValidator(read_dtype)]
 
 
-def _read_device(value: object) -> str:
+def read_device(value: object) -> str:
+    """The name of a device. Raises ConfigError for what is none."""
     if not isinstance(value, str) or not _DEVICE.fullmatch(value.lower()):
         raise ConfigError(f"should be auto, cpu, cuda or cuda:N, got {clip(value)}")
     return value.lower()
@@ -51,7 +50,7 @@ class RunSpec(Spec):
     policy: Policy = "muxtune"
     memory_limit: Annotated[Size, Field(ge=1)] | None = None  # bytes; None: what the machine has
     threads: Annotated[Integer, Field(ge=1, le=4096)] | None = None  # None: as torch chooses
-    device: Annotated[str, BeforeValidator(_read_device)] = "auto"  # auto: cuda if there, else cpu
+    device: Annotated[str, BeforeValidator(read_device)] = "auto"  # auto: cuda if there, else cpu
     dtype: DType = "auto"  # auto: bf16 on cuda, fp32 on cpu
     tp: Degree = 1
     pp: Degree = 1

@@ -9,34 +9,29 @@ import pytest
 from hypothesis import given, settings
 
 from muxtune.engine.engine import Engine
+from muxtune.engine.loads import load_of_task
 from muxtune.engine.planning import Planning
 from muxtune.engine.runner import Runner
 from muxtune.engine.task import Task
-from muxtune.plan.loads import ChunkLoad, Span, TaskLoad
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.profile import OperatorTable
 from muxtune.plan.types import HTask, MicroBatch, Plan, RoundRecord
 from tests.engine.build import assert_same_bits, attach, backbone_of, mixed_trials, outcome, run, train
 from tests.plan.tables import table
 
+BACKBONE = backbone_of("llama")
 NAMES = [trial.name for trial in mixed_trials("llama")]
 
 
-def _load(task: Task) -> TaskLoad:
-    lengths = [sum(ref.length for ref in chunk) for chunk in task.participant().chunks]
-    chunks = tuple(ChunkLoad((Span(rows, rows),), rows) for rows in lengths)
-    return TaskLoad(task.name, chunks, parameters=task.adapter.parameters.values.numel(), state_bytes=1000)
-
-
 def _planning(knee: int = 4096, **memory: int) -> Planning:
-    return Planning(lambda: table(knee), MemoryModel(**memory), _load)
+    return Planning(lambda: table(knee), MemoryModel(**memory), BACKBONE.places)
 
 
 class Drawn(Planning):
     """Another plan each round, whatever the tasks."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
-        super().__init__(table, MemoryModel(), _load)
+        super().__init__(table, MemoryModel(), BACKBONE.places)
         self._plans = list(plans)
         self._rounds = 0
 
@@ -60,7 +55,6 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan("muxtune", tuple(HTask(tuple(one), 1, 1, 1.0) for one in htasks), (), 1, 1.0, 0)
 
 
-BACKBONE = backbone_of("llama")
 ALONE = {trial.name: train(BACKBONE, (trial,))[trial.name] for trial in mixed_trials("llama")}
 
 
@@ -123,7 +117,7 @@ def test_memory_that_is_too_small_for_two_keeps_them_apart_and_never_stops_one()
         attach(engine, trial)
     schedule = engine.schedule([task.participant() for task in engine.tasks.values()])
     rows = [action.tokens for action in schedule.actions if isinstance(action, MicroBatch)]
-    widest = max(_load(task).peak_rows for task in engine.tasks.values())
+    widest = max(load_of_task(task, BACKBONE.places).peak_rows for task in engine.tasks.values())
     assert max(rows) <= widest
 
 
@@ -131,6 +125,6 @@ def test_nothing_is_measured_for_one_task() -> None:
     def never() -> OperatorTable:
         pytest.fail("asked for")
 
-    engine = Engine(BACKBONE, policy="muxtune", planning=Planning(never, MemoryModel(), _load))
+    engine = Engine(BACKBONE, policy="muxtune", planning=Planning(never, MemoryModel(), BACKBONE.places))
     attach(engine, mixed_trials("llama")[0])
     assert run(engine)["all"] and engine.plan is None

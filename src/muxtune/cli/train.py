@@ -78,7 +78,7 @@ def _train(training: TrainingRun, arguments: Sequence[str]) -> int:
         progress_of(view) as progress,
         StopSignal(lambda graceful: progress.say(_STOPPING if graceful else _ENDING)) as stop,
     ):
-        training.stop = stop
+        training.stop, training.notice = stop, progress.say
         insisted = False
         try:
             _listen(training, view, progress, stop)

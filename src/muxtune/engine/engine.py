@@ -195,6 +195,11 @@ class Engine:
             return self._derive(self._rounds, participants, kind, self.planning.renew(running, held, self.fuse_tokens))
         return self._derive(self._rounds, participants, kind)
 
+    def ready_to_plan(self) -> None:
+        """Have what plans are made on; without it the first plan waits for that."""
+        if self.planning is not None:
+            self.planning.cost()
+
     @property
     def plan(self) -> Plan | None:
         """The plan in force."""

@@ -15,13 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+from muxtune.engine.loads import load_of_task
 from muxtune.engine.task import Task
+from muxtune.models.memory import Footprint
 from muxtune.plan.cost import CostModel
 from muxtune.plan.loads import TaskLoad
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.planner import make_plan
 from muxtune.plan.profile import OperatorTable
 from muxtune.plan.types import Plan
+from muxtune.spec.peft import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Planning:
     """Args:
     table: what operators cost here; asked for when there is a choice to make, since it may have to be measured first.
     memory: what there is; its cap may be None.
-    load_of: what a task brings to a round; asked once a task.
+    places: every attach point of the base model.
     clock: seconds, monotonic.
     """
 
@@ -46,14 +49,14 @@ class Planning:
         self,
         table: Callable[[], OperatorTable],
         memory: MemoryModel,
-        load_of: Callable[[Task], TaskLoad],
+        places: Sequence[Place],
         *,
         recompute: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._table = table
         self._memory = memory
-        self._load_of = load_of
+        self._places = places
         self._recompute = recompute
         self._clock = clock
         self._known: OperatorTable | None = None
@@ -88,7 +91,7 @@ class Planning:
         """What a task brings to a round."""
         known = self._loads.get(task)
         if known is None:
-            known = self._loads[task] = self._load_of(task)
+            known = self._loads[task] = load_of_task(task, self._places)
         return known
 
     def _made(self, running: Sequence[Task], held: Sequence[Task], most_rows: int) -> Plan:
@@ -104,6 +107,18 @@ class Planning:
         held = self._memory.held_bytes([*loads, *beside])
         least = held + max(self._memory.pass_bytes(load.peak_rows, load.longest) for load in loads)
         return replace(self._memory, cap_bytes=max(self._memory.cap_bytes, least))
+
+
+def memory_model(model: Footprint, *, process_bytes: int, limit_bytes: int | None) -> MemoryModel:
+    """What admission reckons with, as the planner knows it."""
+    return MemoryModel(
+        base_bytes=process_bytes + model.weights_bytes,
+        head_bytes=model.head_bytes,
+        row_bytes=model.row_bytes,
+        score_bytes=model.score_bytes,
+        position_bytes=model.position_bytes,
+        cap_bytes=limit_bytes,
+    )
 
 
 def _names(tasks: Sequence[Task]) -> frozenset[str]:

@@ -36,6 +36,7 @@ from muxtune.engine.admission import Admission, admit
 from muxtune.engine.begin import Failure, FileHashes, PlannedJob, plan_job
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.local import LocalEngine
+from muxtune.engine.planning import memory_model
 from muxtune.engine.runner import Runner
 from muxtune.engine.starting import Admitted, Ready, check, opening, start
 from muxtune.engine.task import Task
@@ -60,6 +61,7 @@ class TrainingRun:
     keep_going: let a job with bad data or settings fail alone.
     stop: asked at each round; true checkpoints every task and ends the run.
     num_hidden_layers: cut the base model, for fast checks.
+    notice: told what takes a while, in words, and "" when that is done.
     locate: tells a job's error where in a file its key was given (ResolvedRun.locate).
     """
 
@@ -71,6 +73,7 @@ class TrainingRun:
     cache_dir: Path | None = None
     num_hidden_layers: int | None = None
     locate: Callable[[MuxTuneError], None] = lambda error: None
+    notice: Callable[[str], None] = lambda text: None
     failures: list[Failure] = field(default_factory=list)  # jobs that could not begin; set while `events` runs
     _hashes: FileHashes = field(default_factory=FileHashes, init=False, repr=False)
 
@@ -181,11 +184,17 @@ class TrainingRun:
             dtype=run.dtype,
             threads=run.threads,
             policy=run.policy,
+            memory=memory_model(
+                admission.model, process_bytes=admission.process_bytes, limit_bytes=admission.limit_bytes
+            ),
             fuse_tokens=admission.fuse_tokens,
             recompute=admission.model.recompute,
             num_hidden_layers=self.num_hidden_layers,
             cache_dir=self._cache,
+            notice=self.notice,
         )
+        if run.policy == "muxtune" and len(admission.sizes) > 1:
+            engine.ready_to_plan()  # measured now where it must be, not in the first round
         folders, queue = yield from self._begin(engine, admission, plans, prepared)
 
         def sample(task: Task) -> list[tuple[str, str]]:

@@ -79,7 +79,7 @@ def test_one_job_fails_the_others_complete(shell: Shell, project: Path, tiny_lla
     ended = shell.run("train", "wild.yaml")
     assert ended.code == 1
     assert ended.err.splitlines()[-1] == "1 of 2 jobs completed; failed: wild"
-    assert re.search(r"wild failed at step \d: .*\[non_finite_\w+\]", ended.err)
+    assert re.search(r"wild failed at step \d: .*\[non_finite_\w+\]\n  lower its learning_rate", ended.err)
     assert re.search(r"^wild +failed .*\b(loss|gradient|weight)", ended.out, re.M)
     assert status(project / "wild/sql") == "completed" and status(project / "wild/wild") == "failed"
 

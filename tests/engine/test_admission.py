@@ -14,6 +14,7 @@ import torch
 from muxtune.data.prepare import PreparedJob, Preparer
 from muxtune.engine.admission import Admission, JobSize, admit
 from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
+from muxtune.engine.room import Room, starting
 from muxtune.engine.shortage import size_text, waits
 from muxtune.errors import AdapterError
 from muxtune.models.memory import Footprint
@@ -99,6 +100,22 @@ def test_what_fits_alone_and_not_beside_the_others_waits(names: list[str], prepa
     assert told.startswith(f"waits for memory: its adapter ({size_text(STATE)}) and a batch as wide")
     assert f"({size_text(need)}) need about {size_text(need + STATE)}; " in told
     assert f"there are {size_text(need - 1 + STATE)} left beside" in told and f"({size_text(first)})" in told
+
+
+def test_what_fits_but_would_keep_another_from_its_turn_is_told_so(prepared: dict[str, PreparedJob]) -> None:
+    (one,) = admitted([prepared["sql"]], 10**9).sizes
+    room = Room(MODEL, PROCESS + WEIGHTS + 10**6, PROCESS)
+
+    def sized(name: str, held: int, rounds: int) -> JobSize:
+        return replace(one, job=_named(prepared["sql"], 0).job.model_copy(update={"name": name}), state_bytes=held,
+                       activation_bytes=0, rounds=rounds)  # fmt: skip
+
+    first, large, long = sized("first", 6 * 10**5, 9), sized("large", 9 * 10**5, 9), sized("long", 10**5 + 1, 10)
+    assert starting([], [first, large, long], room.fits) == [first]
+    assert waits(long, [first], [large], room) == (
+        "waits for its turn: it would keep large, which comes before it, from its own"
+    )
+    assert waits(large, [first], [], room).startswith("waits for memory: ")
 
 
 def test_steps_that_are_done_count_as_such(prepared: dict[str, PreparedJob]) -> None:

@@ -18,7 +18,7 @@ from muxtune.engine.local import LocalEngine
 from muxtune.engine.optim import FlatAdamW
 from muxtune.engine.room import Room
 from muxtune.engine.training import TrainingRun
-from muxtune.errors import AdapterError, CheckpointError, StateError
+from muxtune.errors import AdapterError, CheckpointError, ConfigError, StateError
 from muxtune.peft.parameters import FlatParameters
 from muxtune.spec.event import RunEvent, StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
@@ -180,6 +180,13 @@ def test_one_that_goes_on_may_have_to_wait(
     for name, total in STEPS.items():
         assert steps_of(events, name) == list(range(6, total + 1))
         assert bits(disk / "run" / name) == bits(undisturbed / name)
+
+
+def test_many_that_can_never_fit_are_refused_as_nobodys_own(
+    limited: Limited, all_jobs: list[JobSpec], cache: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"^jobs: 3 of 3 jobs do not fit into memory, not even alone"):
+        train(run_of(limited.model, limited.output, all_jobs, memory_limit=10**6), cache_dir=cache)
 
 
 def test_overwrite_leaves_nothing_of_who_waits(limited: Limited, all_jobs: list[JobSpec], cache: Path) -> None:

@@ -63,10 +63,13 @@ class Failure:
 
     @property
     def named(self) -> MuxTuneError:
-        """The error, saying whose it is; those of folders do, which are named after their jobs."""
+        """The error, saying whose it is; those of folders do, which are named after their jobs, and those of many jobs
+        at once are nobody's own."""
         error, job = self.error, f"jobs.{self.job.name}"
         where = error.where or ""
         if isinstance(error, StateError | CheckpointError) or job in where or repr(self.job.name) in error.message:
+            return error
+        if where == "jobs":
             return error
         named = copy.copy(error)
         named.where = f"{job}.{where}" if where in JobSpec.model_fields else ": ".join(filter(None, (job, where)))

@@ -87,6 +87,7 @@ class Engine:
             plain=plain,
             grouping=grouping,
         )
+        self._spared: set[str] = set()
         self._rounds = 0
         self._slabs = Slabs()
         self.row_invariant = rows_invariant(backbone)
@@ -118,6 +119,7 @@ class Engine:
         found = self.task(task)
         found.drop_pending()
         del self.tasks[found.name]
+        self._spared.discard(found.name)
         for source in (found.train_source, found.validation_source):
             del self.sources[source]
             self.references.forget(source)
@@ -166,6 +168,14 @@ class Engine:
         """Bring tasks together in passes of half as many rows, from here on; a pass of `rows` has failed."""
         self.fuse_tokens = max(1, min(self.fuse_tokens, rows // 2))
 
+    def spare(self, task: str) -> bool:
+        """Recompute the activations of this task's passes from here on, as `recompute` does for all; the pass of its
+        own has failed. False where that is done already."""
+        if self.recompute or task in self._spared:
+            return False
+        self._spared.add(task)
+        return True
+
     def schedule(self, participants: Sequence[Participant], kind: WorkKind = "train") -> RoundSchedule:
         """A round of these participants under the engine's policy."""
         self._rounds += 1
@@ -179,6 +189,7 @@ class Engine:
             fuse_tokens=self.fuse_tokens,
             kind=kind,
             recompute=self.recompute,
+            spared=self._spared,
         )
 
     def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:

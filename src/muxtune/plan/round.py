@@ -10,7 +10,7 @@ last chunk is done. Nothing here can change what a task computes: its chunks com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from muxtune.plan.types import (
@@ -65,15 +65,20 @@ def derive_round(
     fuse_tokens: int,
     kind: WorkKind = "train",
     recompute: bool = False,
+    spared: Collection[str | None] = (),
 ) -> RoundSchedule:
-    """One optimizer step of each participant (or, for a forward-only `kind`, one pass over its chunks)."""
+    """One optimizer step of each participant (or, for a forward-only `kind`, one pass over its chunks).
+
+    A pass that trains recomputes where `recompute` says so or one of its tasks is to be `spared` memory.
+    """
     actions: list[Action] = []
     for htask, members in enumerate(fuse(participants, policy, fuse_tokens)):
         for number_in_htask, running in enumerate(_passes(members)):
             items = tuple(_item(member, chunk, kind) for member, chunk in running)
             width = max(member.longest(chunk) for member, chunk in running) if policy == "padded" else 0
             trains = any(item.kind == "train" for item in items)
-            actions.append(MicroBatch(htask, number_in_htask, items, width, recompute and trains))
+            again = trains and (recompute or any(member.task in spared for member, _ in running))
+            actions.append(MicroBatch(htask, number_in_htask, items, width, again))
             if kind == "train":
                 done = [member for member, chunk in running if chunk == len(member.chunks) - 1]
                 actions.extend(OptimStep(member.task) for member in done if member.task is not None)

@@ -9,8 +9,9 @@ micro-batch 4. Both print the floor beside the sides (`race`, `floor`). *memory*
 (`memory`; host memory, so on the CPU only). *adapters*: what adapters add to a step, by type, number and rank, on the
 first four layers unless `--layers` says otherwise (`adapters`). *chunks*: packed rows against padded ones, and the
 executor's own time, on four layers, too (`chunks`). *long*: one example of `--tokens` in one pass and in chunks of
-`--chunk`, on ten layers (`long`; on the CPU only). `--layers 2` is a quick look that says nothing about the whole
-model. The JSON that `--out` writes is described in `report`. Exits 1 where the sides' final losses disagree.
+`--chunk`, whose activations are computed twice or kept, on ten layers (`long`; on the CPU only). `--layers 2` is a
+quick look that says nothing about the whole model. The JSON that `--out` writes is described in `report`. Exits 1 where
+the sides' final losses disagree.
 
 About 20 minutes on two quiet cores; anything else that runs meanwhile makes the figures worth less.
 """

@@ -1,9 +1,10 @@
 """One long example in chunks against the same example in one pass: memory and time of an optimizer step.
 
-Each side is a process of its own (`python -m benchmarks.long FOLDER TOKENS CHUNK THREADS` prints a `Side` as JSON) that
-trains two steps of one LoRA task (r 8, all-linear, every token a target): the first warms up, the second is timed.
+Each side is a process of its own (`python -m benchmarks.long FOLDER TOKENS CHUNK KEPT THREADS` prints a `Side` as JSON)
+that trains two steps of one LoRA task (r 8, all-linear, every token a target): the first warms up, the second is timed.
 Memory is what the process's peak grew by since the task was attached, so this is for the CPU only. Sides run one after
-another, whole first; `carried` is what the keys and values of the sequence and their gradient take of it.
+another, whole first, then in chunks whose forward pass runs twice, then in chunks that keep their activations;
+`carried` is what the keys and values of the sequence and their gradient take of it.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ LOSS_TOLERANCE = 1e-5  # relative
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one process measured of an example of `tokens` in chunks of `chunk`."""
+    """What one process measured of an example of `tokens` in chunks of `chunk`, of which activations were `kept`."""
 
     tokens: int
     chunk: int
+    kept: bool
     loss: float
     step_s: float
     grown_bytes: int
@@ -51,7 +53,7 @@ class Side:
     def name(self) -> str:
         if self.tokens <= self.chunk:
             return f"{self.tokens} tokens in one pass"
-        return f"in chunks of {self.chunk}"
+        return f"in chunks of {self.chunk}{', activations kept' * self.kept}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,13 @@ class LongCosts:
 
 def long_costs(folder: Path, *, tokens: int = TOKENS, chunk: int = CHUNK) -> LongCosts:
     """Of the model in a folder."""
-    sides = tuple(measure(folder, tokens, own) for own in (tokens, chunk))
+    sides = (measure(folder, tokens, tokens), *(measure(folder, tokens, chunk, kept=kept) for kept in (False, True)))
     return LongCosts(sides, measure(folder, chunk, chunk))
 
 
-def measure(folder: Path, tokens: int, chunk: int) -> Side:
+def measure(folder: Path, tokens: int, chunk: int, *, kept: bool = False) -> Side:
     """One side in a process of its own, with as many threads as this one."""
-    asked = (folder, tokens, chunk, torch.get_num_threads())
+    asked = (folder, tokens, chunk, int(kept), torch.get_num_threads())
     command = [sys.executable, "-m", "benchmarks.long", *map(str, asked)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -83,12 +85,12 @@ def measure(folder: Path, tokens: int, chunk: int) -> Side:
     return Side(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def train(folder: Path, tokens: int, chunk: int) -> Side:
+def train(folder: Path, tokens: int, chunk: int, *, kept: bool) -> Side:
     """The two steps, here."""
     backbone = load_backbone(resolve(str(folder)), device="cpu", dtype="fp32")
     ids = np.random.default_rng(1).integers(0, backbone.vocabulary, tokens).astype(np.int32)
     mask = np.arange(tokens) > 0
-    engine = Engine(backbone)
+    engine = Engine(backbone, keep_tokens=tokens if kept else 0)
     job = JobSpec(name="long", datasets=["none.jsonl"], max_steps=2, per_device_train_batch_size=1)
     task = engine.attach(job, Sequences((TokenSequence(0, ids, mask),)), chunk_tokens=chunk)
     before = psutil.Process().memory_info().rss
@@ -98,7 +100,7 @@ def train(folder: Path, tokens: int, chunk: int) -> Side:
         (outcome,) = [a.step for a in engine.execute(engine.schedule([task.participant()])).actions if a.step]
         loss, seconds = outcome.loss, time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Side(tokens, chunk, loss, seconds, peak - before, _carried_bytes(backbone, tokens, chunk))
+    return Side(tokens, chunk, kept, loss, seconds, peak - before, _carried_bytes(backbone, tokens, chunk))
 
 
 def _carried_bytes(backbone: Backbone, tokens: int, chunk: int) -> int:
@@ -110,9 +112,9 @@ def _carried_bytes(backbone: Backbone, tokens: int, chunk: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    folder, tokens, chunk, threads = arguments
+    folder, tokens, chunk, kept, threads = arguments
     torch.set_num_threads(int(threads))
-    print(json.dumps(asdict(train(Path(folder), int(tokens), int(chunk)))))
+    print(json.dumps(asdict(train(Path(folder), int(tokens), int(chunk), kept=bool(int(kept))))))
     return 0
 
 

@@ -268,7 +268,7 @@ def test_bench_prints_its_tables_and_writes_json(
     assert [one["tasks"] for one in document["memory"]] == [1, 1]
     assert document["chunks"]["overhead"] == 0.25 and document["adapters"] is None
     assert document["long"]["agrees"] is True and document["long"]["chunk_alone"]["tokens"] == 40
-    assert [one["chunk"] for one in document["long"]["sides"]] == [90, 40]
+    assert [one["chunk"] for one in document["long"]["sides"]] == [90, 40, 40]
 
 
 def test_costs_of_adapters_are_over_the_backbones_own_and_of_every_type() -> None:

@@ -60,7 +60,8 @@ def test_the_costs_of_each_policy_are_over_the_packed_one(monkeypatch: pytest.Mo
 
 def test_a_long_example_is_measured_whole_and_in_chunks(tiny_llama: Path) -> None:
     costs = long_costs(tiny_llama, tokens=100, chunk=32)
-    whole, cut = costs.sides
+    whole, cut, kept = costs.sides
+    assert kept.kept and kept.loss == cut.loss and "activations kept" in kept.name
     assert costs.agrees and cut.loss == pytest.approx(whole.loss, rel=1e-5) and cut.step_s > 0
     assert whole.carried_bytes == 0 and costs.chunk_alone.tokens == 32
     assert cut.carried_bytes == 2 * 2 * 2 * 16 * 4 * (100 + 96)  # layers, a pair, heads, width, bytes, positions

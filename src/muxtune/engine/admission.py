@@ -11,6 +11,9 @@ A `memory_limit` that has no room for a job's chunks halves the job's chunk budg
 The budget is a number that the job's last bits depend on, so it follows from the job, the model and the stated limit -
 with the process in quarters of a GiB - and never from what happens to be free, or from who trains beside it.
 
+What is still free then may hold the activations of cut sequences from their forward pass until they train: at most
+those of the longest of each job (`keep_tokens`). That spares a second forward pass, and changes no bit.
+
 Where a job does not fit even so, but would if blocks were run again instead of their activations being kept, the run
 does that: it takes longer and gives the same bits (`muxtune.models.recompute`).
 """
@@ -69,8 +72,8 @@ class JobSize:
 @dataclass(frozen=True, slots=True)
 class Admission:
     """`refused` jobs cannot run at all; the others fit together at `fuse_tokens` rows a micro-batch, with recomputation
-    where `model` says so. `short` are those of the refused that want memory; at a memory_limit of `least_bytes` all
-    jobs have enough."""
+    where `model` says so, while `keep_tokens` rows of cut sequences keep their activations. `short` are those of the
+    refused that want memory; at a memory_limit of `least_bytes` all jobs have enough."""
 
     model: Footprint
     limit_bytes: int
@@ -81,6 +84,7 @@ class Admission:
     refused: tuple[tuple[JobSpec, MuxTuneError], ...] = ()
     short: tuple[JobSize, ...] = ()
     least_bytes: int = 0
+    keep_tokens: int = 0
 
     @property
     def refusals(self) -> tuple[tuple[JobSpec, MuxTuneError], ...]:
@@ -192,16 +196,23 @@ def _admit(
     widest = max(size.widest for size in fitting)
     fuse_tokens = max(widest, min(DEFAULT_FUSE_TOKENS, model.rows_within(free, longest)))
     used = min(fuse_tokens, sum(size.widest for size in fitting))
+    kept = min(_cut_rows(fitting), max(0, model.rows_within(free, longest) - used)) if not model.recompute else 0
     return Admission(
         model,
         limit_bytes,
         process_bytes,
         tuple(fitting),
         fuse_tokens,
-        held + model.activation_bytes(used, longest),
+        held + model.activation_bytes(used + kept, longest),
         tuple(refused),
         tuple(short),
+        keep_tokens=kept,
     )
+
+
+def _cut_rows(sizes: Sequence[JobSize]) -> int:
+    """Of the longest sequence of each job that cuts it; a pair of dpo runs twice in any case."""
+    return sum(size.longest for size in sizes if size.carried_bytes and size.job.method != "dpo")
 
 
 def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, chunk_tokens: int) -> JobSize:

@@ -55,6 +55,8 @@ class Engine:
         plain: run the plain twin of every fast path.
         recompute: keep each block's input rows only and run it again in the backward pass: the same bits, for a
             fraction of the activations' memory and one more forward pass.
+        keep_tokens: rows of cut sequences whose activations may be held from their forward pass until they train: as
+            many of the last pieces as fit; those before them run twice. The same bits either way.
         references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
         grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
     """
@@ -68,6 +70,7 @@ class Engine:
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
         recompute: bool = False,
+        keep_tokens: int = 0,
         references: References | None = None,
         grouping: Rule = measured,
     ) -> None:
@@ -77,6 +80,7 @@ class Engine:
         self.policy: Policy = policy
         self.fuse_tokens = fuse_tokens
         self.recompute = recompute
+        self.keep_tokens = keep_tokens
         self._chunk_tokens = chunk_tokens
         self.references = references or References()
         self._executor = Executor(
@@ -165,12 +169,14 @@ class Engine:
                 self.references.forget(name)
 
     def fuse_below(self, rows: int) -> None:
-        """Bring tasks together in passes of half as many rows, from here on; a pass of `rows` has failed."""
+        """Bring tasks together in passes of half as many rows, from here on, and keep half as many between passes; a
+        pass of `rows` has failed."""
         self.fuse_tokens = max(1, min(self.fuse_tokens, rows // 2))
+        self.keep_tokens //= 2
 
     def spare(self, task: str) -> bool:
-        """Recompute the activations of this task's passes from here on, as `recompute` does for all; the pass of its
-        own has failed. False where that is done already."""
+        """Recompute the activations of this task's passes from here on, as `recompute` does for all, and keep none
+        between them; a pass of its own has failed. False where that is done already."""
         if self.recompute or task in self._spared:
             return False
         self._spared.add(task)
@@ -190,6 +196,7 @@ class Engine:
             kind=kind,
             recompute=self.recompute,
             spared=self._spared,
+            keep_tokens=self.keep_tokens,
         )
 
     def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:

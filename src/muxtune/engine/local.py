@@ -49,6 +49,7 @@ class LocalEngine(Engine):
     num_hidden_layers: keep the first layers only, for fast checks.
     fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
     recompute: as for `Engine`: less memory for more time, the same bits.
+    keep_tokens: as for `Engine`: less time for more memory, the same bits.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LocalEngine(Engine):
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         plain: bool = False,
         recompute: bool = False,
+        keep_tokens: int = 0,
         cache_dir: Path | None = None,
     ) -> None:
         if threads is not None:
@@ -83,6 +85,7 @@ class LocalEngine(Engine):
             fuse_tokens=fuse_tokens,
             plain=plain,
             recompute=recompute,
+            keep_tokens=keep_tokens,
             references=References(ReferenceCache(cache / "references"), ground),
         )
         self._prepared: dict[str, PreparedJob] = {}

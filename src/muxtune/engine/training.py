@@ -188,6 +188,7 @@ class TrainingRun:
             policy=run.policy,
             fuse_tokens=admission.fuse_tokens,
             recompute=admission.model.recompute,
+            keep_tokens=admission.keep_tokens,
             num_hidden_layers=self.num_hidden_layers,
             cache_dir=self._cache,
         )

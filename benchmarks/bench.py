@@ -1,16 +1,19 @@
 """`make bench`: tokens per second and memory on SmolLM2-135M, completion-only loss, against transformers + peft.
 
-    python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--part adapters]
-                               [--rounds N] [--threads N] [--layers N] [--model NAME] [--device cpu|cuda]
-                               [--dtype fp32|bf16] [--out FILE]
+    python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--part adapters] [--part chunks]
+                               [--part long] [--tokens N] [--chunk N] [--rounds N] [--threads N] [--layers N]
+                               [--model NAME] [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
 
 *light*: 8 tasks, a micro-batch of one 16-token example each. *non-uniform*: 8 tasks with the lengths of real data sets,
 micro-batch 4. Both print the floor beside the sides (`race`, `floor`). *memory*: 1, 8 and 32 tasks, each stepped once
 (`memory`; host memory, so on the CPU only). *adapters*: what adapters add to a step, by type, number and rank, on the
-first four layers unless `--layers` says otherwise (`adapters`). `--layers 2` is a quick look that says nothing about
-the whole model. The JSON that `--out` writes is described in `report`. Exits 1 where the sides' final losses disagree.
+first four layers unless `--layers` says otherwise (`adapters`). *chunks*: packed rows against padded ones, and the
+executor's own time, on four layers, too (`chunks`). *long*: one example of `--tokens` in one pass and in chunks of
+`--chunk`, whose activations are computed twice or kept, on ten layers (`long`; on the CPU only). `--layers 2` is a
+quick look that says nothing about the whole model. The JSON that `--out` writes is described in `report`. Exits 1 where
+the sides' final losses disagree.
 
-About 15 minutes on two quiet cores; anything else that runs meanwhile makes the figures worth less.
+About 20 minutes on two quiet cores; anything else that runs meanwhile makes the figures worth less.
 """
 
 from __future__ import annotations
@@ -28,30 +31,43 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks import adapters, memory
+from benchmarks import adapters, chunks, long, memory
 from benchmarks.adapters import AdapterCosts, adapter_costs
 from benchmarks.baselines import Recipe
+from benchmarks.chunks import ChunkCosts, chunk_costs
 from benchmarks.loads import light, non_uniform
+from benchmarks.long import LongCosts, long_costs
 from benchmarks.machine import describe
 from benchmarks.race import RaceResult, race
-from benchmarks.report import Layout, show_adapters, show_machine, show_memory, show_race, write_json
+from benchmarks.report import (
+    Findings,
+    Layout,
+    show_adapters,
+    show_chunks,
+    show_long,
+    show_machine,
+    show_memory,
+    show_race,
+    write_json,
+)
 from muxtune.engine.load import choose_device, load_backbone
 from muxtune.models.loading import reading
 from muxtune.models.sources import ModelFolder, resolve
 
-PARTS = ("light", "non-uniform", "memory", "adapters")
+PARTS = ("light", "non-uniform", "memory", "adapters", "chunks", "long")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODEL = "smollm2-135m-instruct"
 OURS = "benchmarks.sides:muxtune_tasks"
 MEMORY_TASKS = (1, 8, 32)
 WARMUP = 1
 # A light step takes a tenth of a non-uniform one and is the noisier for it.
-ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3}
+ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3, "chunks": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked for. `layers` and `rounds` None: the whole model, and `ROUNDS`."""
+    """What was asked for. `layers` and `rounds` None: the whole model, or what each part takes of it, and `ROUNDS`.
+    `tokens` and `chunk` are those of the long example."""
 
     model: str = MODEL
     parts: tuple[str, ...] = PARTS
@@ -59,6 +75,8 @@ class Settings:
     layers: int | None = None
     device: str = "cpu"
     dtype: str = "fp32"
+    tokens: int = long.TOKENS
+    chunk: int = long.CHUNK
 
 
 def run_race(folder: ModelFolder, part: str, settings: Settings) -> RaceResult:
@@ -76,6 +94,19 @@ def run_adapters(settings: Settings) -> AdapterCosts:
     with model_folder(settings.model, settings.layers or adapters.LAYERS) as cut:
         backbone = load_backbone(cut, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
         return adapter_costs(backbone, rounds=settings.rounds or ROUNDS["adapters"])
+
+
+def run_chunks(settings: Settings) -> ChunkCosts:
+    """Of the first layers alone: who runs with whom is the same for each."""
+    with model_folder(settings.model, settings.layers or chunks.LAYERS) as cut:
+        backbone = load_backbone(cut, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+        return chunk_costs(backbone, settings.rounds or ROUNDS["chunks"])
+
+
+def run_long(settings: Settings) -> LongCosts:
+    """Of the first layers alone, so that the one pass has room."""
+    with model_folder(settings.model, settings.layers or long.LAYERS) as cut:
+        return long_costs(cut.path, tokens=settings.tokens, chunk=settings.chunk)
 
 
 def run_memory(folder: ModelFolder) -> Iterator[Layout]:
@@ -114,30 +145,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     warnings.filterwarnings("ignore", memory.PEFT_NOISE, FutureWarning)
     settings = Settings(
-        options.model, tuple(options.part or PARTS), options.rounds, options.layers, options.device, options.dtype
+        options.model,
+        tuple(options.part or PARTS),
+        options.rounds,
+        options.layers,
+        options.device,
+        options.dtype,
+        options.tokens,
+        options.chunk,
     )
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     console = Console()
     machine = describe(choose_device(settings.device))
     show_machine(console, machine)
-    races: list[RaceResult] = []
-    layouts: list[Layout] = []
-    costs: AdapterCosts | None = None
+    found = Findings()
     with model_folder(settings.model, settings.layers) as folder:
         for part in settings.parts:
-            if part == "memory":
-                layouts = list(run_memory(folder))
-                show_memory(console, layouts)
-            elif part == "adapters":
-                costs = run_adapters(settings)
-                show_adapters(console, costs)
-            else:
-                races.append(run_race(folder, part, settings))
-                show_race(console, races[-1])
+            _measure(part, folder, settings, found, console)
     if options.out is not None:
-        write_json(options.out, machine, asdict(settings), races, layouts, costs)
-    return 0 if all(one.agrees for one in races) else 1
+        write_json(options.out, machine, asdict(settings), found)
+    return 0 if found.agree else 1
+
+
+def _measure(part: str, folder: ModelFolder, settings: Settings, found: Findings, console: Console) -> None:
+    """One part, into `found` and onto the screen."""
+    if part == "memory":
+        found.memory = list(run_memory(folder))
+        show_memory(console, found.memory)
+    elif part == "adapters":
+        found.adapters = run_adapters(settings)
+        show_adapters(console, found.adapters)
+    elif part == "chunks":
+        found.chunks = run_chunks(settings)
+        show_chunks(console, found.chunks)
+    elif part == "long":
+        found.long = run_long(settings)
+        show_long(console, found.long)
+    else:
+        found.races.append(run_race(folder, part, settings))
+        show_race(console, found.races[-1])
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -146,6 +193,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help=f"counted rounds; by default {ROUNDS}")
     parser.add_argument("--threads", type=int, help="of the CPU")
     parser.add_argument("--layers", type=int, help="the first layers only, for a quick look")
+    parser.add_argument("--tokens", type=int, default=long.TOKENS, help="of the long example")
+    parser.add_argument("--chunk", type=int, default=long.CHUNK, help="of the long example")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)

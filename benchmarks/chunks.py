@@ -1,7 +1,5 @@
 """What packing saves, and what the executor itself costs: three figures of our own engine against itself.
 
-    python -m benchmarks.chunks [--rounds N] [--layers N] [--threads N] [--model NAME]
-
 *Rows*: the load of eight tasks with the lengths of real data sets (`loads.non_uniform`), several steps of it, as
 integers: what part of the rows that the backbone would run is no token, under each policy and where every example is
 padded to 64, 128 or 256 as its data set is in the literature. *Time*: the same step packed, padded and one task after
@@ -11,34 +9,59 @@ the head and their backward pass nor in the optimizers.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.baselines import Recipe
 from benchmarks.loads import NON_UNIFORM, Load, light, non_uniform
 from benchmarks.sides import EngineSide, engine_side
 from benchmarks.timing import Timings, interleave, ratio
 from muxtune.engine import executor
-from muxtune.engine.load import load_backbone
 from muxtune.engine.optim import FlatAdamW
 from muxtune.models.backbone import Backbone
-from muxtune.models.sources import resolve
 from muxtune.plan.types import MicroBatch, Policy
 
-MODEL = "smollm2-135m-instruct"
 POLICIES: tuple[Policy, ...] = ("fuse-all", "sequential", "padded")
 PADDED_TO = {"sst2": 64, "openbookqa": 128, "rte": 256}
 ROW_MULTIPLE = 16
-ROUNDS = 5
 LAYERS = 4
+COUNTED_STEPS = 16  # whose rows are counted
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCost:
+    """A step of the load under one policy; `wasted` is the part of its rows that is no token."""
+
+    policy: Policy
+    wasted: float
+    seconds: tuple[float, ...]
+    times_packed: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCosts:
+    """The first policy is the packed one. `wasted_as_published`: padded as the data sets are in the literature."""
+
+    policies: tuple[PolicyCost, ...]
+    wasted_as_published: float
+    overhead: float
+
+
+def chunk_costs(backbone: Backbone, rounds: int, load: Load | None = None) -> ChunkCosts:
+    """All three figures; `load` has a step more than there are rounds, at least."""
+    load = load or non_uniform(max(COUNTED_STEPS, rounds + 1), vocab=backbone.vocabulary)
+    measured = times(backbone, load, rounds)
+    packed = measured[POLICIES[0]]
+    policies = tuple(
+        PolicyCost(policy, ineffective(backbone, load, policy), timing.seconds, ratio(timing, packed))
+        for policy, timing in measured.items()
+    )
+    return ChunkCosts(policies, padded_as_published(load), overhead(backbone, rounds))
 
 
 def ineffective(backbone: Backbone, load: Load, policy: Policy) -> float:
@@ -112,41 +135,10 @@ def _timing(function: Callable[..., Any], seconds: list[float]) -> Callable[...,
     return timed
 
 
-def times(backbone: Backbone, rounds: int) -> dict[Policy, Timings]:
+def times(backbone: Backbone, load: Load, rounds: int) -> dict[Policy, Timings]:
     """A step of the load under each policy, interleaved."""
-    load = non_uniform(rounds + 1, vocab=backbone.vocabulary)
     sides: dict[Policy, EngineSide] = {
         policy: engine_side(backbone, load, Recipe(), policy=policy) for policy in POLICIES
     }
     found = interleave({policy: side.step for policy, side in sides.items()}, rounds)
     return {policy: found[policy] for policy in POLICIES}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chunks", description="See benchmarks/chunks.py.")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--model", default=MODEL)
-    options = parser.parse_args(arguments)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    backbone = load_backbone(resolve(options.model), device="cpu", dtype="fp32", num_hidden_layers=options.layers)
-    measured = times(backbone, options.rounds)
-    load = non_uniform(16, vocab=backbone.vocabulary)
-    table = Table("policy", "rows that are no token", "step s", "x packed")
-    for policy, timing in measured.items():
-        wasted = ineffective(backbone, load, policy)
-        against = ratio(timing, measured["fuse-all"])
-        table.add_row(policy, f"{wasted:.1%}", f"{timing.median_s:.2f}", f"{against:.2f}")
-    table.add_row("padded to 64 / 128 / 256", f"{padded_as_published(load):.1%}", "", "")
-    console = Console()
-    console.print(table)
-    console.print(
-        f"the executor's own share of a step of 8 tasks of 64 tokens: {overhead(backbone, options.rounds):.1%}"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,20 +12,25 @@ The JSON file (`schema` 1):
                    "pss_bytes": 0,
                    "rss_bytes": 0,         benchmarks.memory.Memory
                    "not_run": null}, ...],
-     "adapters": {...} or null             benchmarks.adapters.AdapterCosts}
+     "adapters": {...} or null,            benchmarks.adapters.AdapterCosts
+     "chunks":   {...} or null,            benchmarks.chunks.ChunkCosts
+     "long":     {...} or null}            benchmarks.long.LongCosts, with "agrees"
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.adapters import AdapterCosts
+from benchmarks.chunks import ChunkCosts
+from benchmarks.long import LongCosts, Side
 from benchmarks.machine import Machine
 from benchmarks.memory import Memory
 from benchmarks.race import PEFT, RaceResult
@@ -41,6 +46,22 @@ class Layout:
     tasks: int
     layout: str
     memory: Memory
+
+
+@dataclass(slots=True)
+class Findings:
+    """What has been measured, part by part."""
+
+    races: list[RaceResult] = field(default_factory=list)
+    memory: list[Layout] = field(default_factory=list)
+    adapters: AdapterCosts | None = None
+    chunks: ChunkCosts | None = None
+    long: LongCosts | None = None
+
+    @property
+    def agree(self) -> bool:
+        """Whether all sides trained the same."""
+        return all(race.agrees for race in self.races) and (self.long is None or self.long.agrees)
 
 
 def show_machine(console: Console, machine: Machine) -> None:
@@ -120,22 +141,51 @@ def show_adapters(console: Console, costs: AdapterCosts) -> None:
     )
 
 
-def write_json(
-    path: Path,
-    machine: Machine,
-    settings: object,
-    races: Sequence[RaceResult],
-    layouts: Sequence[Layout],
-    costs: AdapterCosts | None = None,
-) -> None:
+def show_chunks(console: Console, costs: ChunkCosts) -> None:
+    """By policy, then what the executor itself takes."""
+    table = Table(title="non-uniform, by policy: rows that are no token, and time", title_justify="left")
+    table.add_column("policy")
+    for name in ("no token", "s a step", "x packed"):
+        table.add_column(name, justify="right")
+    for one in costs.policies:
+        seconds = f"{statistics.median(one.seconds):.2f}"
+        table.add_row(one.policy, f"{one.wasted:.1%}", seconds, f"{one.times_packed:.2f}")
+    table.add_row("each data set padded to 64, 128, 256", f"{costs.wasted_as_published:.1%}", "", "")
+    console.print(table)
+    told = f"the executor's own share of a step of 8 tasks of 64 tokens: {costs.overhead:.1%}"
+    console.print(told, highlight=False)
+
+
+def show_long(console: Console, costs: LongCosts) -> None:
+    """One row a side, over the one in one pass."""
+    whole = costs.sides[0]
+    table = Table(title=f"one example of {whole.tokens} tokens", title_justify="left")
+    table.add_column("side")
+    for name in ("s a step", "memory MB", "carried MB", "x time", "x memory"):
+        table.add_column(name, justify="right")
+    for side in costs.sides:
+        shares = (f"{side.step_s / whole.step_s:.2f}", f"{side.grown_bytes / whole.grown_bytes:.2f}")
+        table.add_row(*_sizes(side), *shares)
+    table.add_row(*_sizes(costs.chunk_alone), "", "")
+    console.print(table)
+    console.print(f"  losses {'agree' if costs.agrees else 'DISAGREE'}", highlight=False)
+
+
+def _sizes(side: Side) -> tuple[str, ...]:
+    return side.name, f"{side.step_s:.1f}", f"{side.grown_bytes / 1e6:.0f}", f"{side.carried_bytes / 1e6:.0f}"
+
+
+def write_json(path: Path, machine: Machine, settings: object, found: Findings) -> None:
     """Write the file described above; its folder is made where it is not there."""
     document = {
         "schema": SCHEMA,
         "machine": asdict(machine),
         "settings": settings,
-        "races": [asdict(race) | {"agrees": race.agrees} for race in races],
-        "memory": [{"tasks": one.tasks, "layout": one.layout} | asdict(one.memory) for one in layouts],
-        "adapters": asdict(costs) if costs is not None else None,
+        "races": [asdict(race) | {"agrees": race.agrees} for race in found.races],
+        "memory": [{"tasks": one.tasks, "layout": one.layout} | asdict(one.memory) for one in found.memory],
+        "adapters": asdict(found.adapters) if found.adapters is not None else None,
+        "chunks": asdict(found.chunks) if found.chunks is not None else None,
+        "long": asdict(found.long) | {"agrees": found.long.agrees} if found.long is not None else None,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -15,6 +15,7 @@ from rich.console import Console
 from benchmarks import baselines, bench, check_gpu, memory, numerics, race
 from benchmarks.adapters import adapter_costs
 from benchmarks.baselines import Recipe
+from benchmarks.chunks import ChunkCosts
 from benchmarks.floor import FloorSide, GemmPass, Rows
 from benchmarks.lengths import DATA_SETS, EXAMPLES, measure, stored_lengths
 from benchmarks.loads import light, non_uniform
@@ -249,10 +250,13 @@ def test_bench_prints_its_tables_and_writes_json(
     monkeypatch.setattr(bench, "OURS", "tests.contenders:hold")
     monkeypatch.setattr(memory, "PEFT", "tests.contenders:hold")
     out = tmp_path / "bench" / "one.json"
-    parts = ["--part", "light", "--part", "memory"]
+    monkeypatch.setattr(bench, "run_chunks", lambda settings: ChunkCosts((), 0.5, 0.25))
+    parts = [option for part in ("light", "memory", "chunks", "long") for option in ("--part", part)]
+    parts += ["--tokens", "90", "--chunk", "40"]
     status = bench.main([*parts, "--rounds", "2", "--layers", "1", "--model", str(tiny_llama), "--out", str(out)])
     printed = capsys.readouterr().out
     assert "muxtune, tasks fused" in printed and "final losses agree" in printed and "PSS GB" in printed
+    assert "25.0%" in printed and "in chunks of 40" in printed
     document = json.loads(out.read_text())
     assert status == 0
     assert document["schema"] == 1
@@ -262,6 +266,9 @@ def test_bench_prints_its_tables_and_writes_json(
     assert len(light_race["sides"]["muxtune, tasks fused"]["seconds"]) == 2
     assert all(one["pss_bytes"] > HELD_BYTES for one in document["memory"])
     assert [one["tasks"] for one in document["memory"]] == [1, 1]
+    assert document["chunks"]["overhead"] == 0.25 and document["adapters"] is None
+    assert document["long"]["agrees"] is True and document["long"]["chunk_alone"]["tokens"] == 40
+    assert [one["chunk"] for one in document["long"]["sides"]] == [90, 40, 40]
 
 
 def test_costs_of_adapters_are_over_the_backbones_own_and_of_every_type() -> None:

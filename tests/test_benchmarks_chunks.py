@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from benchmarks.chunks import POLICIES, ineffective, overhead, padded_as_published
-from benchmarks.loads import Load, light, non_uniform
-from benchmarks.long import ROOT
+from benchmarks.chunks import POLICIES, chunk_costs, ineffective, overhead, padded_as_published
+from benchmarks.loads import NON_UNIFORM, Load, light, non_uniform
+from benchmarks.long import long_costs
+from benchmarks.report import Findings, show_chunks, show_long
 from muxtune.data.types import TokenSequence
 from tests.engine.build import backbone_of
 from tests.tiny_tokenizer import VOCAB
@@ -45,16 +45,36 @@ def test_the_executors_own_share_is_a_share() -> None:
     assert 0 < overhead(backbone_of(), 3) < 1
 
 
+def test_the_costs_of_each_policy_are_over_the_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = non_uniform(3, vocab=VOCAB)
+    load = replace(load, tasks=load.tasks[:6])  # RTE is longer than the tiny model's positions
+    monkeypatch.setattr("benchmarks.chunks.NON_UNIFORM", NON_UNIFORM[:6])
+    costs = chunk_costs(backbone_of(), 2, load)
+    assert [one.policy for one in costs.policies] == list(POLICIES)
+    assert costs.policies[0].times_packed == 1.0 and all(len(one.seconds) == 2 for one in costs.policies)
+    console = Console(record=True, width=120)
+    show_chunks(console, costs)
+    text = console.export_text()
+    assert "fuse-all" in text and "executor's own share" in text and f"{costs.overhead:.1%}" in text
+
+
 def test_a_long_example_is_measured_whole_and_in_chunks(tiny_llama: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.long", "--model", str(tiny_llama), "--tokens", "100"]
-    found = []
-    for chunk in (100, 32):
-        done = subprocess.run([*command, "--child", str(chunk)], cwd=ROOT, capture_output=True, text=True, check=True)
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    whole, cut = found
-    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-5) and cut["step_s"] > 0
-    assert whole["carried_bytes"] == 0
-    assert cut["carried_bytes"] == 2 * 2 * 2 * 16 * 4 * (100 + 96)  # layers, a pair, heads, width, bytes, positions
+    costs = long_costs(tiny_llama, tokens=100, chunk=32)
+    whole, cut, kept = costs.sides
+    assert kept.kept and kept.loss == cut.loss and "activations kept" in kept.name
+    assert costs.agrees and cut.loss == pytest.approx(whole.loss, rel=1e-5) and cut.step_s > 0
+    assert whole.carried_bytes == 0 and costs.chunk_alone.tokens == 32
+    assert cut.carried_bytes == 2 * 2 * 2 * 16 * 4 * (100 + 96)  # layers, a pair, heads, width, bytes, positions
+    other = replace(costs, sides=(whole, replace(cut, loss=cut.loss * 1.001)))
+    assert not other.agrees and not Findings(long=other).agree and Findings(long=costs).agree
+    console = Console(record=True, width=120)
+    show_long(console, other)
+    assert "in chunks of 32" in (text := console.export_text()) and "DISAGREE" in text
+
+
+def test_a_side_that_fails_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        long_costs(tmp_path / "nothing", tokens=100, chunk=32)
 
 
 def test_light_wastes_nothing() -> None:

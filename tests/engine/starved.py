@@ -1,9 +1,9 @@
 """A process that trains under a limit on its data segment: `python -m tests.engine.starved`, for test_starved.py.
 
-Three tasks of 200 tokens and one whose single chunk of 2,000 has no room. Each is first trained alone without a limit;
-then all together with little to spare: what the four bring together does not fit, nor does the large one alone. Prints
-what became of them as JSON. Allocations are given back to the system when freed (MALLOC_MMAP_THRESHOLD_ must be set),
-so that the limit means what it says.
+Three tasks of 200 tokens, one whose single chunk of 1,600 has room only where it is computed twice, and one of 2,200
+that has none. Each is first trained alone without a limit; then all together with little to spare: what they bring
+together does not fit, nor do the two alone. Prints what became of them as JSON. Allocations are given back to the
+system when freed (MALLOC_MMAP_THRESHOLD_ must be set), so that the limit means what it says.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from muxtune.spec.job import JobSpec
 from tests.sequences import random_sequences
 from tests.tiny_tokenizer import VOCAB
 
-SPARE_BYTES = 160_000_000  # three small tasks together take 100 MB, the large one 240
-LENGTHS = {"one": 200, "two": 200, "large": 2000, "three": 200}
+# Three small tasks together take 100 MB, the tight one 190 or (computed twice) 130, the large one 260 or 180.
+SPARE_BYTES = 160_000_000
+LENGTHS = {"one": 200, "two": 200, "large": 2200, "tight": 1600, "three": 200}
 
 
 def _backbone() -> Backbone:
@@ -46,13 +47,14 @@ def _attach(engine: Engine, name: str) -> Task:
     return engine.attach(job, data, chunk_tokens=max(LENGTHS.values()))
 
 
-def _trained(backbone: Backbone, names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Values by task, and what those that failed were told."""
+def _trained(backbone: Backbone, names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, str], list[str]]:
+    """Values by task, what those that failed were told, and who was told of computing twice."""
     engine = Engine(backbone, fuse_tokens=4096)
     tasks = [_attach(engine, name) for name in names]
     events = [event for event in Runner(engine).run() if isinstance(event, TaskEvent)]
     failed = {event.task: event.message for event in events if event.kind == "failed"}
-    return {task.name: task.adapter.parameters.values.detach().clone() for task in tasks}, failed
+    spared = [event.task for event in events if event.kind == "warning" and "computed twice" in event.message]
+    return {task.name: task.adapter.parameters.values.detach().clone() for task in tasks}, failed, spared
 
 
 def main() -> None:
@@ -62,9 +64,9 @@ def main() -> None:
     (held,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line]
     limit = int(held) * 1024 + SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    together, failed = _trained(backbone, list(LENGTHS))
+    together, failed, spared = _trained(backbone, list(LENGTHS))
     equal = {name: torch.equal(together[name], alone[name]) for name in LENGTHS}
-    print(json.dumps({"failed": failed, "equal": equal}))
+    print(json.dumps({"failed": failed, "spared": spared, "equal": equal}))
 
 
 if __name__ == "__main__":

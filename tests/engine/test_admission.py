@@ -242,6 +242,31 @@ def test_a_sequence_longer_than_a_chunk_counts_by_its_keys_and_values(tiny_llama
     assert not sized(64, longest - 1)
 
 
+def test_what_is_still_free_keeps_activations_of_cut_sequences(
+    prepared: dict[str, PreparedJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the longest of each job, as far as there is room; of none where even a chunk's are not kept, nor of dpo."""
+    monkeypatch.setattr("muxtune.engine.admission.DEFAULT_CHUNK_TOKENS", 16)
+    jobs = [prepared["sql"], prepared["chat"]]
+    longest = sum(max(map(len, one.data.train)) for one in jobs)
+    carried = 10 * longest
+    model = replace(LEAN, position_bytes=10)
+
+    def kept(jobs: Sequence[PreparedJob], rows: int) -> Admission:
+        return admitted(jobs, carried + HEAD + ROW * rows, model)
+
+    for more in (0, 1, 17, longest):
+        found = kept(jobs, 32 + more)
+        assert found.fuse_tokens == 32 + more and found.keep_tokens == more
+        assert found.peak_bytes == found.limit_bytes and [size.widest for size in found.sizes] == [16, 16]
+    assert kept(jobs, 10**6).keep_tokens == longest
+    lean = kept(jobs[:1], 15)
+    assert lean.model.recompute and lean.keep_tokens == 0 and len(lean.sizes) == 1
+    pairs = replace(jobs[1], job=jobs[1].job.model_copy(update={"method": "dpo"}))
+    assert kept([jobs[0], pairs], 10**6).keep_tokens == max(map(len, jobs[0].data.train))
+    assert admitted(jobs, 10**9).keep_tokens == 0, "nothing is cut"
+
+
 def _named(one: PreparedJob, number: int, **peft: int) -> PreparedJob:
     changed = one.job.model_copy(update={"name": f"j{number}", "peft": one.job.peft.model_copy(update=peft)})
     return replace(one, job=changed)

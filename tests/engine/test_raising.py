@@ -95,6 +95,10 @@ def failures(events: Sequence[RunEvent]) -> list[TaskEvent]:
     return [event for event in events if isinstance(event, TaskEvent) and event.kind == "failed"]
 
 
+def warnings_of(events: Sequence[RunEvent]) -> list[TaskEvent]:
+    return [event for event in events if isinstance(event, TaskEvent) and event.kind == "warning"]
+
+
 PLACES: list[tuple[Where, int, Callable[[str], BaseException]]] = [
     ("forward", 0, ValueError),
     ("backward", 0, torch.OutOfMemoryError),
@@ -121,7 +125,11 @@ def test_a_task_whose_pass_raises_fails_alone(
     assert (failed.task, failed.step, failed.data["code"]) == ("bad", step, "exception")
     assert failed.message == f"{error('').__class__.__name__}: broken here"
     assert "backward_output" in str(failed.data["traceback"]) or "forward_rows" in str(failed.data["traceback"])
-    assert not [event for event in events if isinstance(event, TaskEvent) and event.kind == "warning"]
+    told = warnings_of(events)  # of what was tried before it failed, which helps where memory is short
+    assert [(event.task, event.step) for event in told] == [("bad", step)] * (
+        error in (MemoryError, torch.OutOfMemoryError)
+    )
+    assert all("computed twice" in event.message and events.index(event) < events.index(failed) for event in told)
     steps = by_task(engine, events)
     for trial in GOOD:
         assert_same_bits(outcome(tasks[trial.name], steps[trial.name]), alone[trial.name])
@@ -193,7 +201,7 @@ def test_what_raises_only_together_fails_nobody_and_runs_narrower(
     tasks = {trial.name: attach(engine, trial) for trial in CAST}
     events = list(Runner(engine).run())
     assert not failures(events)
-    warnings = [event for event in events if isinstance(event, TaskEvent) and event.kind == "warning"]
+    warnings = warnings_of(events)
     assert 1 <= len(warnings) == sum(width > 64 for width in widths) <= 2
     assert all("narrower" in event.message and "MemoryError: " in event.message for event in warnings)
     steps = by_task(engine, events)
@@ -264,7 +272,7 @@ def test_a_sampler_that_raises_costs_a_warning(backbone: Backbone) -> None:
         raise KeyError("a fault of the program")
 
     events = list(Runner(engine, sampler=sampler).run())
-    (warning,) = [event for event in events if isinstance(event, TaskEvent) and event.kind == "warning"]
+    (warning,) = warnings_of(events)
     assert warning.message == "sample_prompts: KeyError: 'a fault of the program'"
     assert task.status is JobStatus.COMPLETED
 

@@ -25,6 +25,7 @@ class Job:
     rounds: int
     longest: int = 1
     widest: int = 1
+    kept_rows: int = 0
 
 
 ROOM = Room(Footprint(0, 1, 0, 0, 0, 0, ()), LIMIT, 0)

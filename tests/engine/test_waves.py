@@ -350,13 +350,25 @@ def test_rows_that_failed_stay_too_many() -> None:
     assert engine.fuse_tokens == 40
 
 
+def test_rows_that_failed_to_be_kept_stay_too_many() -> None:
+    engine = Engine(backbone_of(layers=1), fuse_tokens=100, keep_tokens=64)
+    engine.fuse_up_to(100, 80)
+    assert engine.keep_tokens == 80
+    engine.fuse_below(200)
+    assert engine.keep_tokens == 40
+    engine.fuse_up_to(100, 80)
+    assert engine.keep_tokens == 40
+
+
 def test_a_pass_takes_what_the_present_tasks_leave(
     limited: Limited, data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that may come together follow who is there."""
     bounds: list[int] = []
     fuse_up_to = Engine.fuse_up_to
-    monkeypatch.setattr(Engine, "fuse_up_to", lambda self, rows: (bounds.append(rows), fuse_up_to(self, rows))[1])
+    monkeypatch.setattr(
+        Engine, "fuse_up_to", lambda self, rows, keep: (bounds.append(rows), fuse_up_to(self, rows, keep))
+    )
     wide = job(data, "wide", like="sql", max_steps=2, peft={"r": 256})
     slim = job(data, "slim", like="sql", max_steps=2, peft={"r": 1, "target_modules": ["q_proj"]})
     train(limited.run([wide, slim.model_copy(update={"name": "slimmer"}), slim], 1), cache_dir=cache)

@@ -233,6 +233,32 @@ def test_it_counts_its_calls_by_layer_and_refuses_to_run_outside_a_pass() -> Non
         packed_attention(module, *inputs, None)
 
 
+def test_a_mask_is_made_once_for_all_layers() -> None:
+    """Or each layer of a pass that trains would hold one, of as many numbers as queries times keys."""
+    context = AttentionContext([Segment(6, 3), Segment(6, 4), Segment(5)], _seen_before(4))
+    inputs = [_rows(4, 17, seed).requires_grad_() for seed in range(3)]
+    held: set[int] = set()
+
+    def note(kept: Tensor) -> Tensor:
+        if kept.shape[-2:] == (6, 10):
+            held.add(kept.untyped_storage().data_ptr())
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+        for layer in (0, 1, 2):
+            packed_attention(_module(context, layer), *inputs, None)
+    assert len(held) == 1 == len(context.masks)
+
+
+def _seen_before(positions: int) -> KVCache:
+    """A cache that holds as many positions of two sequences, in three layers."""
+    cache = KVCache()
+    for layer in (0, 1, 2):
+        for slot in (3, 4):
+            cache.extend(layer, slot, _rows(4, positions, 5), _rows(4, positions, 6))
+    return cache
+
+
 def test_segments_that_do_not_cover_the_rows_are_an_error() -> None:
     with pytest.raises(RuntimeError):
         packed_attention(_module(AttentionContext([Segment(2)])), *(_rows(2, 3, seed) for seed in range(3)), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from muxtune.errors import StateError
@@ -62,6 +64,65 @@ def test_forward_and_then_back(actions: tuple[Action, ...]) -> None:
 def test_nothing_else(actions: tuple[Action, ...], message: str) -> None:
     with pytest.raises(StateError, match=message):
         require_legal(RoundSchedule(1, actions))
+
+
+def _two(kind: WorkKind, start: int, *, keep: bool = True, tasks: str = "one two", width: int = 0) -> MicroBatch:
+    """A piece of each of two tasks."""
+    items = tuple(_piece(kind, start, task=task).items[0] for task in tasks.split())
+    return MicroBatch(0, 0, items, width, keep=keep)
+
+
+KEPT: tuple[Action, ...] = (
+    _two("carry", 0),
+    _two("carry", 4, keep=False),
+    _two("train", 8, keep=False),
+    _two("train", 4, keep=False),
+    _two("train", 0),
+    STEP,
+)
+APART = tuple(_two(kind, 0, tasks=task) for kind in ("carry", "train") for task in ("one", "two"))
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        KEPT,
+        (_two("carry", 0), _two("carry", 4), KEPT[2], _two("train", 4), *KEPT[4:]),
+        (*APART[:2], *KEPT[1:4], *APART[2:], STEP),
+        (*KEPT[:5], *KEPT),  # twice in one step
+    ],
+)
+def test_what_is_kept_trains_as_it_went_forward(actions: tuple[Action, ...]) -> None:
+    require_legal(RoundSchedule(1, actions))
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ((*KEPT[:4], _two("train", 0, keep=False), STEP), "trains from what was kept"),
+        ((*KEPT[:4], _two("train", 0, tasks="one"), _two("train", 0, tasks="two"), STEP), "exactly these pieces"),
+        ((*KEPT[:4], _two("train", 0, tasks="two one"), STEP), "exactly these pieces"),
+        ((*KEPT[:4], _two("train", 0, width=8), STEP), "exactly these pieces"),
+        ((*KEPT[:3], _two("train", 4), *KEPT[4:]), "exactly these pieces"),
+        ((KEPT[1], KEPT[1]), "from the first to the last"),
+        ((_two("carry", 0, keep=False), *KEPT[1:]), "exactly these pieces"),
+        ((replace(KEPT[0], recompute=True), *KEPT[1:]), "not recomputed"),  # type: ignore[type-var]
+        ((*KEPT[:4], replace(KEPT[4], recompute=True), STEP), "not recomputed"),  # type: ignore[type-var]
+        ((_two("eval", 0), _two("eval", 4, keep=False), _two("eval", 8, keep=False)), "only a pass of carried pieces"),
+        (KEPT[:4], "is not done"),
+    ],
+)
+def test_and_in_no_other_way(actions: tuple[Action, ...], message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        require_legal(RoundSchedule(1, actions))
+
+
+def test_a_part_of_a_kept_piece_may_not_train_alone() -> None:
+    whole = MicroBatch(0, 0, _piece("carry", 0, 8).items, keep=True)
+    halves = (_piece("train", 8), _piece("train", 4), _piece("train", 0), STEP)
+    require_legal(RoundSchedule(1, (replace(whole, keep=False), *halves)))
+    with pytest.raises(StateError, match="trains from what was kept"):
+        require_legal(RoundSchedule(1, (whole, *halves)))
 
 
 def _half(kind: WorkKind, index: int, start: int = 0, length: int = 4, of: int | None = None) -> MicroBatch:

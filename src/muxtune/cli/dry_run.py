@@ -199,10 +199,11 @@ def _memory(admission: Admission) -> str:
     carried = sum(size.carried_bytes for size in admission.sizes)
     held = admission.process_bytes + admission.model.weights_bytes + states + carried
     cut = f", keys and values of cut sequences {size_text(carried)}" if carried else ""
+    kept = f" and {admission.keep_tokens:,} kept of cut sequences" if admission.keep_tokens else ""
     return (
         f"{size_text(admission.peak_bytes)} of {size_text(admission.limit_bytes)}: "
         f"base model {size_text(admission.model.weights_bytes)}, adapters {size_text(states)}{cut}, activations "
-        f"{size_text(admission.peak_bytes - held)} (up to {admission.fuse_tokens:,} tokens at once"
+        f"{size_text(admission.peak_bytes - held)} (up to {admission.fuse_tokens:,} tokens at once{kept}"
         f"{', computed twice to save memory' * admission.model.recompute}), "
         f"process {size_text(admission.process_bytes)}"
     )
@@ -224,6 +225,7 @@ def _as_json(
             "adapter_bytes": sum(size.state_bytes for size in admission.sizes),
             "carried_bytes": sum(size.carried_bytes for size in admission.sizes),
             "fuse_tokens": admission.fuse_tokens,
+            "keep_tokens": admission.keep_tokens,
             "recompute": admission.model.recompute,
             "waiting": [size.job.name for size in admission.waiting],
         }

@@ -14,6 +14,9 @@ A `memory_limit` that has no room for a job's chunks halves the job's chunk budg
 The budget is a number that the job's last bits depend on, so it follows from the job, the model and the stated limit -
 with the process in quarters of a GiB - and never from what happens to be free, or from who trains beside it.
 
+What is still free then may hold the activations of cut sequences from their forward pass until they train: at most
+those of the longest of each job (`keep_tokens`). That spares a second forward pass, and changes no bit.
+
 Where a job does not fit even so, but would if blocks were run again instead of their activations being kept, the run
 does that: it takes longer and gives the same bits (`muxtune.models.recompute`). It does not where waiting will do:
 a job that waits costs the others nothing.
@@ -68,6 +71,11 @@ class JobSize:
         return self.held_bytes + self.activation_bytes
 
     @property
+    def kept_rows(self) -> int:
+        """Of its longest sequence, where that is cut; a pair of dpo runs twice in any case."""
+        return self.longest if self.carried_bytes and self.job.method != "dpo" else 0
+
+    @property
     def warning(self) -> str | None:
         """What is said of a lowered chunk budget."""
         if self.chunk_tokens == DEFAULT_CHUNK_TOKENS:
@@ -81,8 +89,9 @@ class JobSize:
 @dataclass(frozen=True, slots=True)
 class Admission:
     """`refused` jobs cannot run at all; those of `sizes` start together, at `fuse_tokens` rows a micro-batch and with
-    recomputation where `model` says so; the `waiting` follow them. `short` are those of the refused that want memory;
-    at a memory_limit of `least_bytes` each job has enough, if others wait for it."""
+    recomputation where `model` says so, while `keep_tokens` rows of cut sequences keep their activations; the `waiting`
+    follow them. `short` are those of the refused that want memory; at a memory_limit of `least_bytes` each job has
+    enough, if others wait for it."""
 
     model: Footprint
     limit_bytes: int
@@ -94,6 +103,7 @@ class Admission:
     short: tuple[JobSize, ...] = ()
     least_bytes: int = 0
     waiting: tuple[JobSize, ...] = ()
+    keep_tokens: int = 0
 
     @property
     def room(self) -> Room:
@@ -210,6 +220,7 @@ def _admit(
         tuple(refused),
         tuple(short),
         waiting=tuple(size for size in able if size.job.name not in names),
+        keep_tokens=room.keep_tokens(first),
     )
 
 

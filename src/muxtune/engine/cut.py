@@ -1,4 +1,4 @@
-"""The cut sequences of a schedule: which are under way, and where their keys and values are.
+"""The cut sequences of a schedule: which are under way, where their keys and values are, and what passes have kept.
 
 A sequence gets a slot of the `KVCarry` with its first piece and gives it back with its last. Which piece may come when
 is checked before a schedule runs (`muxtune.plan.legal`); a schedule that is broken off leaves nothing behind.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from itertools import count
 
+from torch import Tensor
+
 from muxtune.models.kv_carry import KVCarry
-from muxtune.plan.types import SequenceRef, WorkItem
+from muxtune.plan.types import MicroBatch, SequenceRef, WorkItem
 
 
 class CutSequences:
@@ -17,6 +19,7 @@ class CutSequences:
         self.carry = KVCarry()
         self._slots: dict[tuple[str | None, str, int], int] = {}
         self._numbers = count()
+        self._kept: dict[object, Tensor] = {}
 
     def slot(self, item: WorkItem, ref: SequenceRef, lead: int) -> int | None:
         """Where the next pass of a piece finds what went before it; None for a whole sequence.
@@ -43,8 +46,17 @@ class CutSequences:
             if ref.cut and last:
                 self.carry.close(self._slots.pop((item.task, item.source, ref.index)))
 
+    def keep(self, batch: MicroBatch, hidden_TD: Tensor) -> None:
+        """Hold on to a pass's rows and, by their graph, to its activations."""
+        self._kept[batch.pieces] = hidden_TD
+
+    def take(self, batch: MicroBatch) -> Tensor:
+        """What a pass of the same pieces kept; it is the caller's from here on."""
+        return self._kept.pop(batch.pieces)
+
     def drop(self) -> None:
         """Give back all."""
+        self._kept.clear()
         for slot in self._slots.values():
             self.carry.close(slot)
         self._slots.clear()

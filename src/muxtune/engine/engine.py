@@ -59,6 +59,8 @@ class Engine:
         plain: run the plain twin of every fast path.
         recompute: keep each block's input rows only and run it again in the backward pass: the same bits, for a
             fraction of the activations' memory and one more forward pass.
+        keep_tokens: rows of cut sequences whose activations may be held from their forward pass until they train: as
+            many of the last pieces as fit; those before them run twice. The same bits either way.
         references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
         grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
     """
@@ -73,6 +75,7 @@ class Engine:
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
         recompute: bool = False,
+        keep_tokens: int = 0,
         references: References | None = None,
         grouping: Rule = measured,
     ) -> None:
@@ -83,7 +86,9 @@ class Engine:
         self.planning = planning
         self.fuse_tokens = fuse_tokens
         self._fused_at_most: int | None = None  # since a wider pass has failed
+        self._kept_at_most: int | None = None
         self.recompute = recompute
+        self.keep_tokens = keep_tokens
         self._chunk_tokens = chunk_tokens
         self.references = references or References()
         self._executor = Executor(
@@ -94,6 +99,7 @@ class Engine:
             plain=plain,
             grouping=grouping,
         )
+        self._spared: set[str] = set()
         self._rounds = 0
         self._slabs = Slabs()
         self.row_invariant = rows_invariant(backbone)
@@ -129,6 +135,7 @@ class Engine:
         found = self.task(task)
         found.drop_pending()
         del self.tasks[found.name]
+        self._spared.discard(found.name)
         for source in (found.train_source, found.validation_source):
             del self.sources[source]
             self.references.forget(source)
@@ -178,12 +185,24 @@ class Engine:
                 self.references.forget(name)
 
     def fuse_below(self, rows: int) -> None:
-        """Bring tasks together in passes of half as many rows, from here on; a pass of `rows` has failed."""
+        """Bring tasks together in passes of half as many rows, from here on, and keep half as many between passes; a
+        pass of `rows` has failed."""
         self.fuse_tokens = self._fused_at_most = max(1, min(self.fuse_tokens, rows // 2))
+        self.keep_tokens = self._kept_at_most = self.keep_tokens // 2
 
-    def fuse_up_to(self, rows: int) -> None:
-        """Bring tasks together in passes of up to `rows` from here on, or of fewer where such have failed."""
+    def fuse_up_to(self, rows: int, keep: int = 0) -> None:
+        """Bring tasks together in passes of up to `rows` from here on, and keep up to `keep` between them; fewer where
+        as many have failed."""
         self.fuse_tokens = rows if self._fused_at_most is None else min(rows, self._fused_at_most)
+        self.keep_tokens = keep if self._kept_at_most is None else min(keep, self._kept_at_most)
+
+    def spare(self, task: str) -> bool:
+        """Recompute the activations of this task's passes from here on, as `recompute` does for all, and keep none
+        between them; a pass of its own has failed. False where that is done already."""
+        if self.recompute or task in self._spared:
+            return False
+        self._spared.add(task)
+        return True
 
     def schedule(self, participants: Sequence[Participant], kind: WorkKind = "train") -> RoundSchedule:
         """A round of these participants under the engine's policy."""
@@ -216,6 +235,8 @@ class Engine:
             kind=kind,
             recompute=self.recompute,
             plan=plan,
+            spared=self._spared,
+            keep_tokens=self.keep_tokens,
         )
 
     def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:

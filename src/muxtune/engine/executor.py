@@ -2,7 +2,8 @@
 
 `execute` does exactly what a `RoundSchedule` says, action by action, and answers with a `RoundRecord` in the same
 vocabulary. A train micro-batch is one forward and one backward pass of the backbone over the rows of all its items; a
-forward-only one (eval, reference, carry) keeps no graph; a decode one feeds new tokens to the sequences of a
+forward-only one (eval, reference, carry) keeps no graph, unless the schedule says so of carried pieces: these then
+train from what was kept, without a forward pass; a decode one feeds new tokens to the sequences of a
 `DecodeSource`. Pieces of cut sequences find the keys and values of what went before them in `CutSequences`. Where items
 of dpo train, what their tokens weigh follows from their log-probabilities: the head runs once more on their rows alone,
 before the sweep that makes all gradients; rows of sft have no part in that.
@@ -159,22 +160,23 @@ class Executor:
         }
         adapters = {item.task: self._tasks[item.task].adapter for item in batch.items if item.task is not None}
         packed = pack(batch, sources, adapters, self._cut, self._backbone.device, self._precision)
-        losses = self._train(packed, batch.recompute) if batch.trains else self._forward(packed)
+        losses = self._train(packed, batch) if batch.trains else self._forward(packed, batch)
         for item in batch.items:
             self._cut.ran(item)
         outcomes = tuple(self._outcomes(packed, losses))
         for outcome in outcomes:
             if outcome.kind == "train" and outcome.task is not None:
                 self._tasks[outcome.task].count(outcome)
-        return outcomes, len(packed.rows.ids_T)
+        return outcomes, len(packed.rows.ids_T) if not batch.resumes else 0
 
     @property
     def _precision(self) -> torch.dtype:
         return torch.promote_types(self._backbone.dtype, torch.float32)
 
-    def _train(self, packed: PackedBatch, recompute: bool) -> TokenLosses:
+    def _train(self, packed: PackedBatch, batch: MicroBatch) -> TokenLosses:
         with torch.enable_grad():
-            rows_ND = self._predicting_rows(packed, recompute)
+            hidden_TD = self._cut.take(batch) if batch.keep else self._hidden(packed, batch.recompute)
+            rows_ND = hidden_TD[packed.predict_N]
         losses = self._losses(rows_ND.detach(), self._weighed(rows_ND.detach(), packed))
         assert losses.grad_ND is not None
         if rows_ND.requires_grad:  # else nothing below the head is trained
@@ -182,10 +184,14 @@ class Executor:
         return losses
 
     @torch.no_grad()
-    def _forward(self, packed: PackedBatch) -> TokenLosses:
-        return self._losses(self._predicting_rows(packed), packed)
+    def _forward(self, packed: PackedBatch, batch: MicroBatch) -> TokenLosses:
+        with torch.set_grad_enabled(batch.keep):
+            hidden_TD = self._hidden(packed)
+        if batch.keep:
+            self._cut.keep(batch, hidden_TD)
+        return self._losses(hidden_TD[packed.predict_N], packed)
 
-    def _predicting_rows(self, packed: PackedBatch, recompute: bool = False) -> Tensor:
+    def _hidden(self, packed: PackedBatch, recompute: bool = False) -> Tensor:
         dispatches = [
             Dispatch(rows.start, rows.stop, self._tasks[rows.item.task].adapter, self._keys(rows))
             for rows in packed.items
@@ -194,8 +200,7 @@ class Executor:
         rows = packed.rows
         hooked = hooks(dispatches, plain=self._plain, grouping=self._grouping)
         current = Pass(AttentionContext(rows.segments, self._cut.carry), hooked, rows.given)
-        hidden_TD = self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=recompute)
-        return hidden_TD[packed.predict_N]
+        return self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=recompute)
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses

@@ -10,9 +10,13 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 
+import torch
+
 from muxtune.plan.types import RoundRecord, tasks_of
 
 _CLIP = 300  # characters
+# What torch's allocators say in a plain RuntimeError: the CPU's on Linux and on Windows, and CUDA's libraries.
+_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
 
 
 class PassError(RuntimeError):
@@ -30,14 +34,23 @@ class PassError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception as text, so that nothing it held on to is kept: its class and first line, and where it came from."""
+    """An exception as text, so that nothing it held on to is kept: its class and first line, and where it came from.
+    `memory`: it was for want of that."""
 
     message: str
     traceback: str
+    memory: bool = False
 
 
 def raised_text(error: BaseException) -> Raised:
-    return Raised(brief(error), "".join(traceback.format_exception(error)))
+    return Raised(brief(error), "".join(traceback.format_exception(error)), of_memory(error))
+
+
+def of_memory(error: BaseException) -> bool:
+    """Whether it says that memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_MEMORY)
 
 
 def brief(error: BaseException) -> str:

@@ -69,6 +69,7 @@ class LocalEngine(Engine):
     memory: what there is to plan with; without it only `fuse_tokens` bounds a pass.
     fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
     recompute: as for `Engine`: less memory for more time, the same bits.
+    keep_tokens: as for `Engine`: less time for more memory, the same bits.
     notice: told what takes a while, in words, and "" when that is done.
     """
 
@@ -85,6 +86,7 @@ class LocalEngine(Engine):
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         plain: bool = False,
         recompute: bool = False,
+        keep_tokens: int = 0,
         cache_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -109,6 +111,7 @@ class LocalEngine(Engine):
             fuse_tokens=fuse_tokens,
             plain=plain,
             recompute=recompute,
+            keep_tokens=keep_tokens,
             references=References(ReferenceCache(cache / "references"), ground),
         )
         self._prepared: dict[str, PreparedJob] = {}

@@ -37,6 +37,11 @@ class Size(Protocol):
     @property
     def held_bytes(self) -> int: ...
     @property
+    def kept_rows(self) -> int:
+        """Rows of cut sequences whose activations may be kept between passes."""
+        ...
+
+    @property
     def rounds(self) -> int:
         """Optimizer steps that it has left."""
         ...
@@ -71,12 +76,23 @@ class Room:
         within = self.model.rows_within(self.left_bytes(sizes), longest)
         return max(*(size.widest for size in sizes), min(DEFAULT_FUSE_TOKENS, within))
 
+    def keep_tokens(self, sizes: Sequence[Size]) -> int:
+        """Rows of cut sequences that may keep their activations beside the widest pass."""
+        if not sizes or self.model.recompute:
+            return 0
+        within = self.model.rows_within(self.left_bytes(sizes), max(size.longest for size in sizes))
+        return min(sum(size.kept_rows for size in sizes), max(0, within - self._widest(sizes)))
+
+    def _widest(self, sizes: Sequence[Size]) -> int:
+        """Rows of the widest pass that they make together."""
+        return min(self.fuse_tokens(sizes), sum(size.widest for size in sizes))
+
     def peak_bytes(self, sizes: Sequence[Size]) -> int:
         """Of all of them at work, the process and the base model included."""
         held = self.limit_bytes - self.left_bytes(sizes)
         if not sizes:
             return held
-        rows = min(self.fuse_tokens(sizes), sum(size.widest for size in sizes))
+        rows = self._widest(sizes) + self.keep_tokens(sizes)
         return held + self.model.activation_bytes(rows, max(size.longest for size in sizes))
 
 

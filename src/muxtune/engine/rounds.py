@@ -2,10 +2,12 @@
 
     run the round -> an action raised: what ran before it counts
                   -> its one task fails; of several, each does its part of the round alone, and fails if it raises again
+                  -> before a task fails for want of memory, it does its part once more, recomputing its activations
                   -> the others go on together
 
 Whatever a task has not finished it does again from its chunks on, which are its own: with whom it runs changes no bit.
-Where tasks raise together and none of them alone (memory, most likely), passes get narrower from then on.
+Where tasks raise together and none of them alone (memory, most likely), passes get narrower from then on. A task that
+had to recompute goes on doing so.
 
 The boundary: what it came to, as values; what becomes of a task that raised is for the runner to say.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from muxtune.engine.engine import Engine
 from muxtune.engine.failure import PassError, Raised, raised_text
@@ -38,6 +40,7 @@ class Round:
     records: list[RoundRecord] = field(default_factory=list)
     referred: list[RoundRecord] = field(default_factory=list)  # of the bare backbone, for dpo
     raised: dict[str | None, Raised] = field(default_factory=dict)
+    spared: dict[str, Raised] = field(default_factory=dict)  # who recomputes from here on, and why
     parted: list[Parted] = field(default_factory=list)
 
     @property
@@ -77,7 +80,12 @@ def run_round(engine: Engine, participants: Sequence[Participant], kind: WorkKin
         left = [one for one in group if one.task not in found.records[-1].done]
         members = [one for one in left if one.task in names] or left  # all, where it was a pass of nobody's
         if len(members) == 1:
-            found.raised[members[0].task] = why
+            task = members[0].task
+            if why.memory and kind == "train" and task is not None and engine.spare(task):
+                found.spared[task] = why
+                groups.append(members)
+            else:
+                found.raised[task] = why
         else:
             tasks = tuple(one.task for one in members)
             found.parted.append(Parted(tasks, sum(one.widest for one in members), why))
@@ -102,5 +110,7 @@ def _execute(
         found.records.append(error.record)
         names = error.tasks or tuple(one.task for one in group if one.task is not None and one.loss == "dpo")
         failed = names, raised_text(error.__cause__ or error)
+        if not error.tasks:  # the bare backbone keeps nothing that could be computed twice
+            failed = names, replace(failed[1], memory=False)
     gc.collect()  # the exception held the whole pass; those who run next need its memory
     return failed

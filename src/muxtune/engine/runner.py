@@ -172,11 +172,14 @@ class Runner:
     def _after(self, found: Round) -> Iterator[RunEvent]:
         steps = [(self._engine.tasks[outcome.task], outcome, wall_s) for outcome, wall_s in found.steps]
         raised = {self._engine.tasks[name]: why for name, why in found.raised.items() if name is not None}
+        spared = {self._engine.tasks[name]: why for name, why in found.spared.items()}
         for task, outcome, wall_s in steps:
             if outcome.error is None:
                 yield step_result(task, outcome, wall_s)
             elif self._in_run(task):
                 yield self._fail(task, outcome.error)
+        for task in self._each(spared, self._in_run):
+            yield _spared_event(task, spared[task])
         yield from self._part(raised, found.parted)
         stepped = [task for task, outcome, _ in steps if outcome.error is None]
         yield from self._evaluate([task for task in stepped if self._in_run(task) and evaluation_due(task)])
@@ -264,6 +267,11 @@ class Runner:
         every = task.job.save_steps or task.sampler.steps_per_epoch
         started = self._saved_at.setdefault(task.name, self._clock())
         return task.step % every == 0 or self._clock() - started >= SAVE_EVERY_S
+
+
+def _spared_event(task: Task, why: Raised) -> TaskEvent:
+    told = f"its pass had not enough memory ({why.message}): from now on its activations are computed twice"
+    return TaskEvent("warning", task.name, task.step, told, {"code": "exception", "traceback": why.traceback})
 
 
 def _parted_event(task: Task, parted: Parted) -> TaskEvent:

@@ -189,6 +189,7 @@ class TrainingRun:
             ),
             fuse_tokens=admission.fuse_tokens,
             recompute=admission.model.recompute,
+            keep_tokens=admission.keep_tokens,
             num_hidden_layers=self.num_hidden_layers,
             cache_dir=self._cache,
             notice=self.notice,

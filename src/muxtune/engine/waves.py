@@ -74,7 +74,8 @@ class Waves:
             else:
                 self._changed = True  # its place is free
                 yield from failed
-        self._engine.fuse_up_to(self._room.fuse_tokens(self._running()))
+        running = self._running()
+        self._engine.fuse_up_to(self._room.fuse_tokens(running), self._room.keep_tokens(running))
 
     def _release(self) -> None:
         ended = [name for name, task in self._engine.tasks.items() if task.status.final]

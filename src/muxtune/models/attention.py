@@ -64,16 +64,33 @@ class Segment:
 
 @dataclass(slots=True)
 class AttentionContext:
-    """What attention needs to know of one pass. `calls` counts per layer, for the support probe."""
+    """What attention needs to know of one pass. `calls` counts per layer, for the support probe; `masks` are those of
+    segments that need one, made once for all layers."""
 
     segments: Sequence[Segment]
     cache: KeyValueStore | None = None
     calls: dict[int, int] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sizes = [segment.rows for segment in self.segments]
 
     sizes: list[int] = field(init=False)
+
+    def visible(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+        """bool [S, N]: which keys each query sees."""
+        shape = (queries, keys, window, torch.bool)
+        if shape not in self.masks:
+            self.masks[shape] = _visible(queries, keys, window, like.device)
+        return self.masks[shape]
+
+    def bias(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+        """The same to be added to scores, [S, N] of `like`'s precision: autograd would keep one of its own a layer."""
+        shape = (queries, keys, window, like.dtype)
+        if shape not in self.masks:
+            hidden_SN = ~_visible(queries, keys, window, like.device)
+            self.masks[shape] = like.new_zeros(queries, keys).masked_fill_(hidden_SN, float("-inf"))
+        return self.masks[shape]
 
 
 def packed_attention(
@@ -110,7 +127,7 @@ def packed_attention(
         if segment.cache_slot is not None:
             assert context.cache is not None
             k, v = context.cache.extend(layer, segment.cache_slot, k, v)
-        outputs.append(_attend(q, k, v, scale, sliding_window, softcap).transpose(1, 2))
+        outputs.append(_attend(context, q, k, v, scale, sliding_window, softcap).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
 
@@ -132,7 +149,13 @@ def _context_of(module: nn.Module) -> AttentionContext:
 
 
 def _attend(
-    q_1HSK: Tensor, k_1GNK: Tensor, v_1GNK: Tensor, scale: float, window: int | None, softcap: float | None
+    context: AttentionContext,
+    q_1HSK: Tensor,
+    k_1GNK: Tensor,
+    v_1GNK: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Causal attention of the last S of N positions; a query sees at most `window` keys, its own included."""
     queries, keys = q_1HSK.shape[2], k_1GNK.shape[2]
@@ -142,11 +165,13 @@ def _attend(
         return F.scaled_dot_product_attention(
             q_1HSK, k_1GNK, v_1GNK, is_causal=queries > 1, scale=scale, enable_gqa=grouped
         )
-    visible_SN = _visible(queries, keys, window if windowed else None, q_1HSK.device)
+    seen = window if windowed else None
     if softcap is None:
+        bias_SN = context.bias(queries, keys, seen, q_1HSK)
         return F.scaled_dot_product_attention(
-            q_1HSK, k_1GNK, v_1GNK, attn_mask=visible_SN, scale=scale, enable_gqa=grouped
+            q_1HSK, k_1GNK, v_1GNK, attn_mask=bias_SN, scale=scale, enable_gqa=grouped
         )
+    visible_SN = context.visible(queries, keys, seen, q_1HSK)
     return _softcapped(q_1HSK, k_1GNK, v_1GNK, visible_SN, scale, softcap)
 
 

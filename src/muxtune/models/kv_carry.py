@@ -8,11 +8,15 @@ uncut sequence, cut at the keys and values, which are all that one position know
 
     order of passes for pieces 0..m-1:   forward 0, 1, .., m-2;  train m-1, m-2, .., 0
 
+A pass that went forward under autograd and keeps its graph need not run again: then its backward alone takes part in
+the train order. Nothing in the buffer changes that such a graph has read, for later pieces only write behind it.
+
 `seek` says where in the sequence the next pass stands. What is learned before a sequence (a prefix, virtual rows) comes
 with the first piece and is held like rows; the later pieces then owe it a gradient through their attention even where
 nothing else of them is trained (`learned`). Sums are kept in at least fp32.
 
-Cost: 2 keys-and-values of the sequence for itself and its gradient; one more forward pass of all pieces but the last.
+Cost: 2 keys-and-values of the sequence for itself and its gradient; one more forward pass of all pieces but the last,
+or their activations.
 Nothing is copied to be read: a piece sees a view of the buffer.
 
 Legend: L positions of a sequence (prefix included), S of a piece, N up to and with the piece, G heads, K head dim.
@@ -96,7 +100,8 @@ class _Extend(torch.autograd.Function):
         keys, values = held.pairs[layer]
         keys[:, :, start:stop] = key_1GSK
         values[:, :, start:stop] = value_1GSK
-        return keys[:, :, :stop].detach(), values[:, :, :stop].detach()
+        # `data`, not `detach()`: autograd would take a later piece's writing for a change of what this one has read
+        return keys[:, :, :stop].data, values[:, :, :stop].data
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -4,7 +4,8 @@ A micro-batch trains, or goes forward only (eval, reference), or decodes; it nam
 a task and a denominator, the same in all of a task's items. An optimizer step has a gradient to apply and comes once,
 after the task's last train item; a rate of its own is a number from 0 up. A dpo item holds whole pairs. The pieces of a
 cut sequence come in the one order in which each finds the keys and values that it sees, and then the gradients that it
-is owed. Whether tasks and sequences exist is for whoever holds them to say.
+is owed. Where a pass of carried pieces is kept, the same pieces train together, in a pass that goes on from it. Whether
+tasks and sequences exist is for whoever holds them to say.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> Non
     """Raises StateError for the first rule broken. `pending`: tasks that have a gradient from earlier schedules."""
     losses: dict[str, LossSpec] = {}
     with_gradient, stepped = set(pending), set[str]()
-    cuts, parted = _Cuts({}), _Parted({})
+    cuts, parted, kept = _Cuts({}), _Parted({}), _Kept({})
     for action in schedule.actions:
         if isinstance(action, OptimStep):
             _require(action.task in with_gradient, "has no gradient to apply", action.task)
@@ -43,6 +44,7 @@ def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> Non
             stepped.add(action.task)
             continue
         _require_one_pass(action)
+        kept.run(action)
         for item in action.items:
             cuts.run(item)
             parted.run(item)
@@ -147,6 +149,41 @@ class _Cuts:
         """Of one task, or of all."""
         for owner, source, index in self.open:
             _require(task is not None and task != owner, "a cut sequence is not done", f"{source}[{index}]")
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The passes that keep their activations and have not trained yet, by task, source and index of their pieces."""
+
+    open: dict[tuple[str | None, str, int], list[MicroBatch]]
+
+    def run(self, batch: MicroBatch) -> None:
+        _require(not (batch.keep and batch.recompute), "what is kept is not recomputed")
+        if batch.resumes:
+            self._resume(batch)
+        elif batch.keep:
+            for item in batch.items:
+                _require(item.kind == "carry", "only a pass of carried pieces is kept", item.source)
+            for key, _ in _pieces(batch):
+                self.open.setdefault(key, []).append(batch)
+        elif batch.trains:
+            for key, ref in _pieces(batch):
+                held = [one for own, one in _pieces(self.open[key][-1]) if own == key] if self.open.get(key) else []
+                untouched = all(ref.start >= one.stop for one in held)
+                _require(untouched, "a piece that is kept trains from what was kept", f"{key[1]}[{key[2]}]")
+
+    def _resume(self, batch: MicroBatch) -> None:
+        """Pieces train from the last to the first, so the pass is the newest one of each of its sequences."""
+        for key, _ in _pieces(batch):
+            newest = self.open.get(key, [])[-1:]
+            same = bool(newest) and (newest[0].pieces, newest[0].width) == (batch.pieces, batch.width)
+            _require(same, "no pass of exactly these pieces has been kept", f"{key[1]}[{key[2]}]")
+        for key, _ in _pieces(batch):
+            self.open[key].pop()
+
+
+def _pieces(batch: MicroBatch) -> list[tuple[tuple[str | None, str, int], SequenceRef]]:
+    return [((item.task, item.source, ref.index), ref) for item in batch.items for ref in item.sequences]
 
 
 @dataclass(slots=True)

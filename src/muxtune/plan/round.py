@@ -7,11 +7,19 @@ participant alone. `muxtune` fuses those that a `Plan` fuses, in its order and w
 follows, fused as by `fuse-all`. Micro-batch c of an hTask is the c-th chunk of every member that still has one; but a
 pass trains or does not, so chunks that carry a cut sequence forward go first, without the others'. Each task is stepped
 as soon as its last chunk is done. Nothing here can change what a task computes: its chunks come ready-made.
+
+Activations of what is carried are kept from where on the rows of all members' pieces up to their tails stay within
+`keep_tokens`; what comes before that runs twice. What is kept trains in passes of the same pieces, so the way back
+mirrors the way forward:
+
+    A and B are carried in 3 and 2 pieces   keep (A0 B0) (A1 B1) (A2)
+    both tails, and whoever else waits      train (A3 B2 C0)
+    from what was kept                      train (A2) (A1 B1) (A0 B0)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,6 +36,8 @@ from muxtune.plan.types import (
     WorkItem,
     WorkKind,
 )
+
+_Running = list[tuple["Participant", int]]  # who runs which of its chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +60,27 @@ class Participant:
     @property
     def widest(self) -> int:
         """Rows of the largest chunk."""
-        return max((sum(self._rows(ref) for ref in chunk) for chunk in self.chunks), default=0)
+        return max(map(self.rows, range(len(self.chunks))), default=0)
 
     def longest(self, chunk: int) -> int:
         """Rows of the longest sequence of a chunk."""
         return max(self._rows(ref) for ref in self.chunks[chunk])
+
+    def rows(self, chunk: int) -> int:
+        """Rows of a chunk."""
+        return sum(self._rows(ref) for ref in self.chunks[chunk])
+
+    def mirrored(self, chunk: int) -> int:
+        """How many chunks from `chunk` on are carried and, after one more, train in reverse order just as they are.
+
+        A dpo pair has none: both its sequences go forward before either trains.
+        """
+        count = 0
+        while chunk + count in self.carried:
+            count += 1
+        forth = self.chunks[chunk : chunk + count]
+        back = self.chunks[chunk + count + 1 : chunk + 2 * count + 1]
+        return count if self.loss != "dpo" and back == forth[::-1] else 0
 
     def _rows(self, ref: SequenceRef) -> int:
         return ref.length + (self.virtual_rows if ref.start == 0 else 0)
@@ -69,30 +95,76 @@ def derive_round(
     kind: WorkKind = "train",
     recompute: bool = False,
     plan: Plan | None = None,
+    spared: Collection[str | None] = (),
+    keep_tokens: int = 0,
 ) -> RoundSchedule:
-    """One optimizer step of each participant (or, for a forward-only `kind`, one pass over its chunks)."""
+    """One optimizer step of each participant (or, for a forward-only `kind`, one pass over its chunks).
+
+    A pass that trains recomputes where `recompute` says so or one of its tasks is to be `spared` memory; of such tasks
+    nothing is kept.
+    """
     actions: list[Action] = []
+    lean = {one.task for one in participants if recompute or one.task in spared}
     for htask, members in enumerate(fuse(participants, policy, fuse_tokens, plan)):
-        for number_in_htask, running in enumerate(_passes(members)):
+        for number_in_htask, (running, keep) in enumerate(_passes(members, policy, lean, keep_tokens)):
             items = tuple(_item(member, chunk, kind) for member, chunk in running)
-            width = max(member.longest(chunk) for member, chunk in running) if policy == "padded" else 0
+            width = _width(running) if policy == "padded" else 0
             trains = any(item.kind == "train" for item in items)
-            actions.append(MicroBatch(htask, number_in_htask, items, width, recompute and trains))
+            again = trains and any(member.task in lean for member, _ in running)
+            actions.append(MicroBatch(htask, number_in_htask, items, width, again, keep))
             if kind == "train":
                 done = [member for member, chunk in running if chunk == len(member.chunks) - 1]
                 actions.extend(OptimStep(member.task) for member in done if member.task is not None)
     return RoundSchedule(number, tuple(actions))
 
 
-def _passes(members: Sequence[Participant]) -> Iterator[list[tuple[Participant, int]]]:
-    """Who runs which of their chunks together, pass by pass."""
+def _passes(
+    members: Sequence[Participant], policy: Policy, lean: Collection[str | None], keep_tokens: int
+) -> Iterator[tuple[_Running, bool]]:
+    """Who runs which of their chunks together, pass by pass, and whether the pass keeps or resumes what is kept."""
     done = [0] * len(members)
+
+    def take(places: Sequence[int]) -> _Running:
+        running = [(members[place], done[place]) for place in places]
+        for place in places:
+            done[place] += 1
+        return running
+
     while waiting := [place for place, member in enumerate(members) if done[place] < len(member.chunks)]:
         carrying = [place for place in waiting if done[place] in members[place].carried]
-        running = carrying or waiting
-        yield [(members[place], done[place]) for place in running]
-        for place in running:
-            done[place] += 1
+        depths = {place: members[place].mirrored(done[place]) for place in carrying if members[place].task not in lean}
+        forth = _levels({place: depth for place, depth in depths.items() if depth})
+        ahead = [[(members[place], done[place] + level) for place in places] for level, places in enumerate(forth)]
+        if sum(_rows_of(running, policy) for running in ahead) > keep_tokens:
+            forth = []
+        others = [place for place in carrying if not forth or place not in forth[0]]
+        if others or not forth:
+            yield take(others or waiting), False
+            continue
+        for places in forth:
+            yield take(places), True
+        yield take(waiting), False
+        for places in reversed(forth):
+            yield take(places), True
+
+
+def _levels(depths: Mapping[int, int]) -> list[list[int]]:
+    """Who takes part in level 0, 1, ... of those that have `depths` of them."""
+    return [
+        [place for place, depth in depths.items() if depth > level] for level in range(max(depths.values(), default=0))
+    ]
+
+
+def _width(running: _Running) -> int:
+    """Of a padded pass."""
+    return max(member.longest(chunk) for member, chunk in running)
+
+
+def _rows_of(running: _Running, policy: Policy) -> int:
+    """Of a pass."""
+    if policy == "padded":
+        return _width(running) * sum(len(member.chunks[chunk]) for member, chunk in running)
+    return sum(member.rows(chunk) for member, chunk in running)
 
 
 def fuse(

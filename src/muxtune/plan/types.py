@@ -8,14 +8,14 @@ vocabulary.
 
 A sequence may be cut into pieces, each in a pass of its own. To train, its pieces first go forward from the first on
 ("carry": keys and values stay behind, nothing else; the last piece need not), and then train from the last to the
-first. An eval or reference goes through them once, from the first to the last. A pair of dpo that is not in one pass is
-parted into items of one sequence or piece each; to train, all of it goes forward first ("score": its log-probabilities
-stay behind as well), and a pair counts where the last token of its chosen sequence trains, or of its rejected one is
-evaluated.
+first: each runs again or, where its first pass has kept its activations, goes on from there. An eval or reference goes
+through them once, from the first to the last. A pair of dpo that is not in one pass is parted into items of one
+sequence or piece each; to train, all of it goes forward first ("score": its log-probabilities stay behind as well), and
+a pair counts where the last token of its chosen sequence trains, or of its rejected one is evaluated.
 
 Legal schedules: the items of one `MicroBatch` either all train or all only go forward; a task has at most one item in
 a micro-batch; an `OptimStep` comes after the task's last train item; a task's items keep the task's own order; a cut
-sequence is done when the schedule ends, and when its task steps.
+sequence is done when the schedule ends, and when its task steps; what is kept trains in a pass of the same pieces.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class MicroBatch:
 
     Every sequence takes at least `width` rows of the pass: those that it lacks are padding, which costs what rows cost
     and is nobody's. With `recompute` a pass that trains keeps each block's input rows only and runs the block again on
-    its way back, which changes no bit.
+    its way back, which changes no bit. With `keep` a pass of carried pieces keeps all its activations, and the pass
+    that trains the same pieces goes on from there, which changes none either.
     """
 
     htask: int
@@ -101,10 +102,21 @@ class MicroBatch:
     items: tuple[WorkItem, ...]
     width: int = 0
     recompute: bool = False
+    keep: bool = False
 
     @property
     def tokens(self) -> int:
         return sum(item.tokens for item in self.items)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on from what another pass has kept, without a forward pass of its own."""
+        return self.keep and self.trains
+
+    @property
+    def pieces(self) -> tuple[tuple[str | None, str, tuple[SequenceRef, ...]], ...]:
+        """What its rows are, in order, whatever is done with them."""
+        return tuple((item.task, item.source, item.sequences) for item in self.items)
 
     @property
     def trains(self) -> bool:
@@ -209,8 +221,10 @@ class RoundRecord:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it ran; the other rows are padding, or learned ones. Pieces that are carried run twice."""
-        return sum(action.tokens for action in self.schedule.actions if isinstance(action, MicroBatch))
+        """Tokens that it ran; the other rows are padding, or learned ones. Pieces that are carried run twice, unless
+        they are kept."""
+        passes = (action for action in self.schedule.actions if isinstance(action, MicroBatch))
+        return sum(batch.tokens for batch in passes if not batch.resumes)
 
     @property
     def raised(self) -> Action | None:

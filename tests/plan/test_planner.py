@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 
 from muxtune.plan.cost import CostModel
-from muxtune.plan.loads import ChunkLoad, Span, TaskLoad
+from muxtune.plan.loads import ChunkLoad, Span, TaskLoad, passes
 from muxtune.plan.memory import MemoryModel
-from muxtune.plan.planner import POLICIES, begin_with, ineffective, make_plan, passes, reasons
+from muxtune.plan.planner import POLICIES, begin_with, ineffective, make_plan, reasons
 from muxtune.plan.types import Plan
 from tests.plan.tables import load, loads, table
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from muxtune.cli import config, data, doctor, export, models, sample, trace, train
+from muxtune.cli import config, data, doctor, export, models, plan, sample, trace, train
 from muxtune.cli.errors import USAGE, print_bug, print_error
 from muxtune.cli.terminal import flush_stdout, prepare_streams, tell
 from muxtune.errors import MuxTuneError
@@ -31,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train.train)
+app.command()(plan.plan)
 app.command()(sample.sample)
 app.command()(export.export)
 app.command()(trace.trace)

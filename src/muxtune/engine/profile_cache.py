@@ -19,7 +19,9 @@ import torch
 
 from muxtune.data.private_cache import PrivateCache
 from muxtune.engine.profiler import device_name, dtype_name, measure
+from muxtune.models import attention
 from muxtune.models.backbone import Backbone
+from muxtune.models.skeleton import skeleton
 from muxtune.plan.profile import VERSION, OperatorTable, from_json
 
 FOLDER = "profiles"  # of the cache
@@ -84,8 +86,16 @@ def kept_table(
     return KeptTable(table, cache.path(key), found is None)
 
 
-def key_of(backbone: Backbone) -> str:
-    """The name of a backbone's table: a hash of everything that decides what is measured."""
+def find_table(folder: Path, cache_dir: Path, *, device: torch.device, dtype: torch.dtype) -> OperatorTable | None:
+    """The kept table of the model in a checked folder, with the threads there are; no weight is loaded."""
+    attention.register()
+    key = key_of(Backbone(skeleton(folder)), device=device, dtype=dtype)
+    return ProfileCache(cache_dir / FOLDER).load(key)
+
+
+def key_of(backbone: Backbone, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
+    """The name of a backbone's table: a hash of everything that decides what is measured. On its own device and in its
+    own dtype, unless told otherwise."""
     shapes = {name: list(value.shape) for name, value in backbone.model.named_parameters()}
     parts = [
         VERSION,
@@ -93,8 +103,8 @@ def key_of(backbone: Backbone) -> str:
         backbone.config.model_type,
         backbone.attention_shape,
         backbone.max_positions,
-        device_name(backbone.device),
-        dtype_name(backbone.dtype),
+        device_name(device or backbone.device),
+        dtype_name(dtype or backbone.dtype),
         torch.get_num_threads(),
         torch.__version__,
     ]

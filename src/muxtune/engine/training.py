@@ -97,7 +97,7 @@ class TrainingRun:
         return planned, failures
 
     def base(self) -> ModelFolder:
-        return resolve(self.run.base_model, cache_dir=self._cache)
+        return resolve(self.run.base_model, cache_dir=self.cache)
 
     def check_output(self) -> None:
         """Raises ConfigError where the output folder cannot be made or written into; leaves nothing there."""
@@ -114,7 +114,7 @@ class TrainingRun:
         Whatever that says, ConfigError where a job has trained on other base weights.
         """
         _check_base(planned, base)
-        preparer = Preparer(base.path, cache_dir=self._cache / "tokens")
+        preparer = Preparer(base.path, cache_dir=self.cache / "tokens")
         prepared: list[PreparedJob] = []
         failures: list[Failure] = []
         for plan in planned:
@@ -191,7 +191,7 @@ class TrainingRun:
             recompute=admission.model.recompute,
             keep_tokens=admission.keep_tokens,
             num_hidden_layers=self.num_hidden_layers,
-            cache_dir=self._cache,
+            cache_dir=self.cache,
             notice=self.notice,
         )
         if run.policy == "muxtune" and len(admission.sizes) > 1:
@@ -297,7 +297,7 @@ class TrainingRun:
             lock.release()
 
     @property
-    def _cache(self) -> Path:
+    def cache(self) -> Path:
         return self.cache_dir or default_cache_dir()
 
 

@@ -6,6 +6,7 @@ are what fusion, prediction and simulation are made on, and they can be made fro
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from muxtune.spec.peft import PeftBase, type_name
@@ -95,7 +96,20 @@ class TaskLoad:
         return found
 
 
+Member = tuple[TaskLoad, ChunkLoad]  # a task and what it runs in a pass
 TRAINS = 2**31 - 1  # sorts behind every chunk that only goes forward
+
+
+def passes(members: Sequence[TaskLoad]) -> Iterator[list[Member]]:
+    """The passes of an hTask, in order: who runs which chunk together."""
+    slots = [load.slots for load in members]
+    for slot in sorted(set().union(*slots)):
+        yield [(load, own[slot]) for load, own in zip(members, slots, strict=True) if slot in own]
+
+
+def widest_span(running: Sequence[Member]) -> int:
+    """Rows of the longest sequence of a pass: what each of them takes where all are padded to it."""
+    return max(span.rows for _, chunk in running for span in chunk.spans)
 
 
 def label_of(peft: PeftBase) -> str:

@@ -10,12 +10,12 @@ a prediction of one iteration, an optimizer step of every task.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from muxtune.plan.cost import CostModel, PassCost
 from muxtune.plan.fusion import fuse_optimally
-from muxtune.plan.loads import ChunkLoad, TaskLoad
+from muxtune.plan.loads import TaskLoad, passes, widest_span
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.round import neighbours
 from muxtune.plan.types import HTask, Plan, Policy
@@ -45,6 +45,13 @@ def make_plan(
     Raises ConfigError for a task that does not fit even alone.
     """
     groups = fused(loads, cost, memory, policy, stages=stages, most_rows=most_rows, also_held=also_held)
+    return plan_of(groups, [*loads, *also_held], cost, memory, policy, stages=stages)
+
+
+def plan_of(
+    groups: Sequence[Members], held: Members, cost: CostModel, memory: MemoryModel, policy: Policy, *, stages: int = 1
+) -> Plan:
+    """The plan that runs these groups as hTasks; `held` are all tasks that hold memory."""
     htasks = tuple(_htask(group, cost, policy) for group in groups)
     return Plan(
         policy,
@@ -52,7 +59,7 @@ def make_plan(
         tuple((place,) for place in range(len(htasks))),
         stages,
         sum(htask.predicted_s for htask in htasks),
-        memory.peak_bytes([*loads, *also_held], groups),
+        memory.peak_bytes(held, groups),
         memory.cap_bytes,
     )
 
@@ -96,19 +103,11 @@ def _padded_rows(members: Members) -> int:
     return longest * sum(max(len(chunk.spans) for chunk in load.chunks) for load in members)
 
 
-def passes(members: Members) -> Iterator[list[tuple[TaskLoad, ChunkLoad]]]:
-    """The passes of an hTask, in order: who runs which chunk together."""
-    slots = [load.slots for load in members]
-    for slot in sorted(set().union(*slots)):
-        yield [(load, own[slot]) for load, own in zip(members, slots, strict=True) if slot in own]
-
-
 def pass_costs(members: Members, cost: CostModel, policy: Policy = "muxtune") -> list[PassCost]:
     """What the passes of an hTask take, optimizer steps not counted."""
     found = []
     for running in passes(members):
-        width = max(span.rows for _, chunk in running for span in chunk.spans) if policy == "padded" else 0
-        found.append(cost.pass_cost(running, width=width))
+        found.append(cost.pass_cost(running, width=widest_span(running) if policy == "padded" else 0))
     return found
 
 

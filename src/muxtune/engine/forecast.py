@@ -1,0 +1,89 @@
+"""What the plans of a run are made on, before it begins: nothing is trained and no folder of the run is touched.
+
+Data are read and admission asked as for a run. What operators cost is looked up for the model's shapes; only where it
+is not known is the base model loaded, to measure it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from muxtune.engine.admission import Admission
+from muxtune.engine.load import choose_device, choose_dtype
+from muxtune.engine.loads import load_of_prepared
+from muxtune.engine.local import LocalEngine
+from muxtune.engine.planning import memory_model
+from muxtune.engine.profile_cache import find_table
+from muxtune.engine.training import TrainingRun
+from muxtune.models.sources import ModelFolder
+from muxtune.plan.loads import TaskLoad
+from muxtune.plan.memory import MemoryModel
+from muxtune.plan.profile import OperatorTable
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Attributes:
+    loads: of the jobs that start together, in the order of the config.
+    waiting: names of those that wait for memory, and are not planned yet.
+    most_rows: that a pass may have.
+    recompute: whether activations are computed twice.
+    """
+
+    loads: tuple[TaskLoad, ...]
+    waiting: tuple[str, ...]
+    table: OperatorTable
+    memory: MemoryModel
+    most_rows: int
+    recompute: bool
+
+
+def forecast(training: TrainingRun, notice: Callable[[str], None]) -> Forecast:
+    """Of a run that would begin now, all jobs from their first step. `notice` is told what takes a while.
+
+    Raises what the run would: ConfigError, DataError, and others before anything is loaded.
+    """
+    if training.run.threads is not None:
+        torch.set_num_threads(training.run.threads)
+    training.overwrite = True  # folders in the way are none of a plan's business
+    planned, _ = training.plan()
+    base = training.base()
+    prepared, _ = training.prepare(planned, base)
+    admission = training.admit(prepared, base, planned)
+    places = admission.model.places
+    chunks = {size.job.name: size.chunk_tokens for size in admission.sizes}
+    return Forecast(
+        tuple(load_of_prepared(one, chunks[one.job.name], places) for one in prepared if one.job.name in chunks),
+        tuple(size.job.name for size in admission.waiting),
+        _table(training, base, notice),
+        _memory(admission),
+        admission.fuse_tokens,
+        admission.model.recompute,
+    )
+
+
+def _memory(admission: Admission) -> MemoryModel:
+    return memory_model(admission.model, process_bytes=admission.process_bytes, limit_bytes=admission.limit_bytes)
+
+
+def _table(training: TrainingRun, base: ModelFolder, notice: Callable[[str], None]) -> OperatorTable:
+    run, cache = training.run, training.cache
+    device = choose_device(run.device)
+    if training.num_hidden_layers is None:
+        found = find_table(base.path, cache, device=device, dtype=choose_dtype(run.dtype, device))
+        if found is not None:
+            return found
+    engine = LocalEngine(
+        base,
+        device=run.device,
+        dtype=run.dtype,
+        threads=run.threads,
+        num_hidden_layers=training.num_hidden_layers,
+        cache_dir=cache,
+        notice=notice,
+    )
+    assert engine.planning is not None
+    return engine.planning.cost().table

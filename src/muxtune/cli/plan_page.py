@@ -135,7 +135,7 @@ def predicted_chart(timeline: Timeline, names: Sequence[str], title: str) -> Cha
     for event in timeline.events:
         told = _told(event)
         kind = _kind(event)
-        group, label = event.action.htask, f"h{event.action.htask}"
+        group, label = event.action.htask, f"{event.action.htask}.{event.action.chunk}"
         blocks.append(Block(lane_of[event.resource], event.start_s, event.end_s, kind, group, label, told))
         if event.resource.kind == "compute":
             for name in event.tasks:

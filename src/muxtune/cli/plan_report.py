@@ -102,7 +102,7 @@ def line(report: Report) -> str:
     outlook, plan = report.outlook, report.outlook.plan
     tokens = sum(load.tokens for load in report.forecast.loads)
     parts = [
-        f"{plan.policy}: {len(report.forecast.loads)} tasks in {len(plan.htasks)} hTasks",
+        f"{plan.policy}: {len(report.forecast.loads)} tasks in {len(plan.htasks)} hTask{'s' * (len(plan.htasks) != 1)}",
         f"{outlook.iteration_s:.3f} s an iteration of {tokens:,} tokens predicted",
         f"{outlook.timeline.tokens_per_s:,.0f} tokens/s",
         f"peak {size_text(plan.peak_bytes)}" + (f" of {size_text(plan.cap_bytes)}" if plan.cap_bytes else ""),

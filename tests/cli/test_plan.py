@@ -1,0 +1,139 @@
+"""`muxtune plan`: the plan, the policies beside it, other hardware, and the picture."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muxtune.engine.trace_file import read_plans, read_traces
+from muxtune.plan.types import MicroBatch
+from tests.cli.projects import TRAINED, write_config
+from tests.cli.shell import Shell
+
+THREE = {**TRAINED, "more": {"datasets": [{"path": "data/chat.jsonl"}], "peft": {"type": "ia3"}}}
+
+
+@pytest.fixture(scope="module")
+def config(project: Path, tiny_llama: Path) -> Path:
+    return write_config(project / "planned.yaml", tiny_llama, "planned", THREE)
+
+
+def _json(shell: Shell, config: Path, *arguments: str) -> dict[str, Any]:
+    ended = shell.run("plan", config.name, "--json", *arguments)
+    assert ended.code == 0, ended.err
+    found: dict[str, Any] = json.loads(ended.out)
+    return found
+
+
+def test_every_job_is_in_one_htask_and_nothing_is_left_behind(shell: Shell, config: Path, project: Path) -> None:
+    found = _json(shell, config)
+    assert sorted(name for htask in found["plan"]["htasks"] for name in htask["tasks"]) == sorted(THREE)
+    assert found["plan"]["policy"] == "muxtune" and found["iteration_s"] > 0
+    assert {task["name"]: task["steps"] for task in found["tasks"]} == {"chat": 40, "sql": 4, "more": 4}
+    done = {task["name"]: task["done_s"] for task in found["tasks"]}
+    assert done["chat"] > 2 * done["sql"]
+    assert not (project / "planned").exists()
+
+
+def test_the_table_says_what_it_plans_and_why(shell: Shell, config: Path) -> None:
+    ended = shell.run("plan", config.name, "--policy", "all")
+    assert ended.code == 0, ended.err
+    first, *rest = ended.out.splitlines()
+    assert re.match(r"muxtune: 3 tasks in \d hTasks?, [\d.]+ s an iteration of \d+ tokens predicted", first), first
+    headings = [line.split()[0] for line in rest if line]
+    assert {"hTask", "policy", "muxtune", "sequential", "fuse-all", "padded", "task", *THREE} <= set(headings)
+
+
+def test_policies_are_compared(shell: Shell, config: Path) -> None:
+    found = _json(shell, config, "--policy", "all")
+    policies = {one["policy"]: one for one in found["policies"]}
+    assert list(policies) == ["muxtune", "sequential", "fuse-all", "padded"]
+    assert policies["sequential"]["htasks"] == 3 and policies["fuse-all"]["htasks"] == 1
+    assert min(one["slower"] for one in policies.values()) >= 0.999
+    assert policies["padded"]["ineffective"] > policies["fuse-all"]["ineffective"]
+
+
+def test_for_other_hardware(shell: Shell, config: Path, project: Path) -> None:
+    (project / "two.yaml").write_text("devices: 2\npp: 2\nmemory: 8GB\npp_link: {bandwidth: 10GB/s, latency_s: 1e-5}\n")
+    found = _json(shell, config, "--cluster", "two.yaml")
+    assert found["plan"]["stages"] == 2 and len(found["utilisation"]) == 2
+    shares = sum(found["utilisation"]) / 2 + found["bubble_share"] + found["stall_share"]
+    assert shares == pytest.approx(1, abs=1e-6)
+    faster = project / "faster.yaml"
+    faster.write_text("speed: 4\n")
+    assert _json(shell, config, "--cluster", "faster.yaml")["iteration_s"] == pytest.approx(
+        _json(shell, config)["iteration_s"] / 4, rel=0.01
+    )
+
+
+class _Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_picture_needs_nothing_else_and_shows_what_ran(shell: Shell, config: Path, trained: Path) -> None:
+    alone = shell.run("plan", config.name, "--html", "alone.html")
+    assert alone.code == 0, alone.err
+    ended = shell.run("plan", "trained.yaml", "--policy", "all", "--html", "plan.html", "--record", "trained")
+    assert ended.code == 0, ended.err
+    page = _Page((config.parent / "plan.html").read_text(encoding="utf-8"))
+    assert "script" not in page.tags and page.links == [] and page.tags.count("svg") > 2
+    text = " ".join(page.text)
+    assert "Predicted: one iteration" in text and "Measured: round" in text
+    assert "Measured" not in " ".join(_Page((config.parent / "alone.html").read_text(encoding="utf-8")).text)
+
+
+def test_a_run_records_the_plans_in_force(trained: Path) -> None:
+    plans = list(read_plans(trained))
+    assert [sorted(name for htask in plan.htasks for name in htask.tasks) for plan in plans] == [["chat", "sql"]]
+    together = [
+        {item.task for item in action.items}
+        for record in read_traces(trained)
+        for action in record.schedule.actions
+        if isinstance(action, MicroBatch) and action.trains
+    ]
+    members = [set(htask.tasks) for htask in plans[0].htasks]
+    assert all(any(names <= one for one in members) for names in together)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--policy", "best"), "should be one of sequential, fuse-all, padded, muxtune or all"),
+        (("--html", "no/such/plan.html"), "cannot be written there"),
+        (("--record", "data", "--html", "x.html"), "no rounds are recorded here"),
+        (("--record", "data"), "--record belongs to --html"),
+        (("--cluster", "none.yaml"), "none.yaml"),
+    ],
+)
+def test_what_is_wrong_is_said(shell: Shell, config: Path, arguments: tuple[str, ...], told: str) -> None:
+    ended = shell.run("plan", config.name, *arguments)
+    assert ended.code == 2 and told in ended.err.replace("\n", " ") and "Traceback" not in ended.err
+
+
+def test_a_degree_that_was_not_measured(shell: Shell, config: Path, project: Path) -> None:
+    (project / "many.yaml").write_text("devices: 64\ntp: 64\ntp_link: {bandwidth: 10GB/s}\n")
+    ended = shell.run("plan", config.name, "--cluster", "many.yaml")
+    assert ended.code == 2 and "degree 64 was not measured" in ended.err
+
+
+def test_the_folder_of_a_finished_run_is_in_nobodys_way(shell: Shell, trained: Path) -> None:
+    before = sorted(path.name for path in trained.rglob("*"))
+    assert shell.run("plan", "trained.yaml").code == 0
+    assert sorted(path.name for path in trained.rglob("*")) == before

@@ -116,13 +116,18 @@ class Outlooks:
         memory = self.memory if self._single else replace(self.memory, cap_bytes=None)
 
         def of(one: Policy, stages: int = 1) -> list[Members]:
-            return fused(loads, self.cost, memory, one, stages=stages, most_rows=most_rows)
+            found = fused(loads, self.cost, memory, one, stages=stages, most_rows=most_rows)
+            return found if self._single else sorted(found, key=self._pass_s)
 
         yield of(policy, self.cluster.pp)
         if policy == "muxtune" and not self._single:
             yield of("muxtune")
             yield of("sequential")
             yield of("fuse-all")
+
+    def _pass_s(self, members: Members) -> float:
+        """Seconds of the longest pass: hTasks in this order leave a pipeline the fewest bubbles."""
+        return max(one.total_s(self.cost.layers) for one in pass_costs(members, self.cost))
 
     def _timelines(
         self, groups: Sequence[Members], policy: Policy

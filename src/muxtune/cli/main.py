@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from muxtune.cli import config, data, doctor, export, models, sample, trace, train
+from muxtune.cli import config, data, doctor, export, models, profile, sample, trace, train
 from muxtune.cli.errors import USAGE, print_bug, print_error
 from muxtune.cli.terminal import flush_stdout, prepare_streams, tell
 from muxtune.errors import MuxTuneError
@@ -34,6 +34,7 @@ app.command()(train.train)
 app.command()(sample.sample)
 app.command()(export.export)
 app.command()(trace.trace)
+app.command()(profile.profile)
 app.command()(doctor.doctor)
 app.command()(doctor.version)
 for name, group in (("data", data.app), ("config", config.app), ("models", models.app)):

@@ -6,8 +6,9 @@
 The table is measured first and then left alone. Mixes are drawn by the seed: 1 to 16 tasks of any PEFT type and size,
 lengths 8 to 600, batches of 1 to 8, some dpo, some cut into small chunks, one of three policies. Each runs some rounds,
 after one that does not count; a mix's error is the median over rounds of predicted over measured, less one, where the
-prediction is of exactly the passes that ran. Prints the median and the 90th percentile of |error|, what steps of the
-table before and after each mix came to (a machine that changes its pace predicts nothing), and the worst mixes.
+prediction is of exactly the passes that ran. Prints the median and the 90th percentile of |error| and the worst mixes;
+and the same corrected by the machine's *pace*: what one small pass took before and after each mix, over what it took
+when the table was measured. A machine whose pace changes cannot be predicted by a table, and shows it there.
 
 `--cpu-time` counts seconds of the processor instead of the wall's: on one thread of a machine that others use, these
 are the ones that mean something. PiSSA is left out: it starts with a decomposition of every weight.
@@ -21,7 +22,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,9 @@ import torch
 from benchmarks.bench import MODEL, model_folder
 from benchmarks.machine import describe
 from muxtune.data.types import TokenSequence
+from muxtune.engine.chain import ChainTrial
 from muxtune.engine.engine import Engine
+from muxtune.engine.interleaved import Stopwatch
 from muxtune.engine.load import choose_device, load_backbone
 from muxtune.engine.loads import load_of_task, predicted_s
 from muxtune.engine.profiler import measure
@@ -38,7 +41,7 @@ from muxtune.engine.task import Sequences, Task
 from muxtune.models.backbone import Backbone
 from muxtune.plan.cost import CostModel
 from muxtune.plan.profile import OperatorTable
-from muxtune.plan.types import Policy
+from muxtune.plan.types import Policy, RoundRecord, RoundSchedule
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft import PeftBase, read_peft
 
@@ -88,15 +91,21 @@ class Outcome:
     predicted_s: float
     measured_s: float
     error: float
+    pace: float = 1.0
+
+    @property
+    def paced(self) -> float:
+        """The error of the prediction at the pace that there was."""
+        return (1 + self.error) * self.pace - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     outcomes: tuple[Outcome, ...]
 
-    def quantile(self, share: float) -> float:
+    def quantile(self, share: float, *, paced: bool = False) -> float:
         """Of |error|."""
-        return float(np.quantile([abs(one.error) for one in self.outcomes], share))
+        return float(np.quantile([abs(one.paced if paced else one.error) for one in self.outcomes], share))
 
     @property
     def bias(self) -> float:
@@ -182,11 +191,11 @@ def run_mix(engine: Engine, table: OperatorTable, mix: Mix, *, rounds: int, cloc
     return Outcome(mix.number, what, mix.policy, int(count), int(width), expected, took, error)
 
 
-def _executed(engine: Engine, schedule: object, clock: Clock) -> tuple[float, object]:
+def _executed(engine: Engine, schedule: RoundSchedule, clock: Clock) -> tuple[float, RoundRecord]:
     gc.collect()
     _synchronize()
     start = clock()
-    record = engine.execute(schedule)  # type: ignore[arg-type]
+    record = engine.execute(schedule)
     _synchronize()
     return clock() - start, record
 
@@ -218,15 +227,21 @@ def _sequences(member: Member, vocabulary: int) -> tuple[TokenSequence, ...]:
     return tuple(made)
 
 
+class Pace:
+    """How long one small pass takes now, over how long it took when this was made."""
+
+    def __init__(self, backbone: Backbone, clock: Clock) -> None:
+        self._trial = ChainTrial(backbone, [32] * 4, Stopwatch(clock, backbone.device, 0.0))
+        self._began_s = self._seconds()
+
+    def __call__(self) -> float:
+        return self._seconds() / self._began_s
+
+    def _seconds(self) -> float:
+        return statistics.median(sum(self._trial()) for _ in range(9))
+
+
 def predictions(
-    backbone: Backbone, *, mixes: int = MIXES, seed: int = 0, rounds: int = ROUNDS, clock: Clock = time.perf_counter
-) -> Report:
-    """The table, and then every mix."""
-    table = measure(backbone, clock=clock)
-    return compared(backbone, table, mixes=mixes, seed=seed, rounds=rounds, clock=clock)
-
-
-def compared(
     backbone: Backbone,
     table: OperatorTable,
     *,
@@ -234,22 +249,25 @@ def compared(
     seed: int,
     rounds: int,
     clock: Clock,
-    tell: Callable[[Outcome], None] = lambda outcome: None,
+    tell: Callable[[Outcome], None],
 ) -> Report:
-    engine = Engine(backbone)
+    """Of every mix that is drawn; `tell` hears of each. `table` has been measured just now."""
+    pace, engine = Pace(backbone, clock), Engine(backbone)
     most = min(MOST_LENGTH, (backbone.max_positions or 10**9) - max(PREFIXES))
-    outcomes = []
+    outcomes, before = [], pace()
     for number in range(mixes):
-        outcomes.append(run_mix(engine, table, draw(seed, number, most), rounds=rounds, clock=clock))
+        found = run_mix(engine, table, draw(seed, number, most), rounds=rounds, clock=clock)
+        after = pace()
+        outcomes.append(replace(found, pace=(before + after) / 2))
+        before = after
         tell(outcomes[-1])
     return Report(tuple(outcomes))
 
 
 def _line(one: Outcome) -> str:
-    return (
-        f"{one.number:3d} {one.error:+7.1%} predicted {one.predicted_s:7.3f} s measured {one.measured_s:7.3f} s "
-        f"{one.policy:10s} {one.passes:3d} passes {one.rows:5d} rows: {one.what}"
-    )
+    errors = f"{one.error:+7.1%} (paced {one.paced:+7.1%})"
+    seconds = f"predicted {one.predicted_s:7.3f} s measured {one.measured_s:7.3f} s"
+    return f"{one.number:3d} {errors} {seconds} {one.policy:10s} {one.passes:3d} passes {one.rows:5d} rows: {one.what}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -265,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.perf_counter()
         table = measure(backbone, clock=clock)
         print(f"measured in {time.perf_counter() - began:.1f} s; nothing of it changes from here on", flush=True)
-        report = compared(
+        report = predictions(
             backbone,
             table,
             mixes=options.mixes,
@@ -274,7 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             clock=clock,
             tell=lambda outcome: print(_line(outcome), flush=True),
         )
-    print(f"|error|: median {report.quantile(0.5):.1%}, p90 {report.quantile(0.9):.1%}; bias {report.bias:+.1%}")
+    for told, paced in (("|error|", False), ("at the machine's pace", True)):
+        print(f"{told}: median {report.quantile(0.5, paced=paced):.1%}, p90 {report.quantile(0.9, paced=paced):.1%}")
+    print(f"bias {report.bias:+.1%}; the worst:")
     for one in sorted(report.outcomes, key=lambda one: -abs(one.error))[:5]:
         print(_line(one))
     if options.out is not None:

@@ -29,7 +29,7 @@ def test_a_mix_is_its_seed_s_and_number_s() -> None:
 
 
 def test_the_error_is_of_exactly_what_ran() -> None:
-    """With a clock that answers what was predicted, or twice that, there is no error, or half."""
+    """And nothing stays attached."""
     engine = Engine(backbone_of(layers=1))
     made_up = table(16, layers=1)
     for number in range(3):
@@ -46,6 +46,8 @@ def test_a_report_is_the_quantiles_of_its_errors() -> None:
     report = Report(outcomes)
     assert report.quantile(0.5) == pytest.approx(0.15) and report.quantile(1.0) == 0.3
     assert report.bias == pytest.approx(-0.05)
+    slow = Outcome(0, "", "padded", 1, 16, 1.0, 2.0, -0.5, pace=2.0)
+    assert Report((slow,)).quantile(0.5) == 0.5 and Report((slow,)).quantile(0.5, paced=True) == 0.0
 
 
 def test_the_command_prints_the_figures_and_writes_them(

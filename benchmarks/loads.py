@@ -1,6 +1,6 @@
 """The loads of the benchmark: which tasks train on which sequences at each step.
 
-Two are measured: *light*, where a micro-batch is far too small to fill the machine and fusing should pay, and
+The main two: *light*, where a micro-batch is far too small to fill the machine and fusing should pay, and
 *non-uniform*, where lengths differ between tasks and examples and most of the gain is padding not computed. Lengths
 are those of real data (`benchmarks.lengths`); token ids are random, since the cost does not depend on them. Only
 completions are trained.
@@ -52,15 +52,23 @@ def light(steps: int, *, vocab: int, tasks: int = 8, tokens: int = 16) -> Load:
     return Load("light", tuple(_batches([length] * steps, 1, seed, vocab) for seed in range(tasks)))
 
 
-def non_uniform(steps: int, *, vocab: int, micro_batch: int = 4) -> Load:
-    """Eight tasks with the lengths of three SST-2, three OpenBookQA and two RTE jobs."""
+def non_uniform(
+    steps: int, *, vocab: int, micro_batch: int = 4, names: Sequence[str] = NON_UNIFORM, name: str = "non-uniform"
+) -> Load:
+    """A task for each of `names`, with the lengths of that data set: by default three SST-2, three OpenBookQA and two
+    RTE jobs."""
     stored = stored_lengths()
     tasks = []
-    for seed, name in enumerate(NON_UNIFORM):
+    for seed, one in enumerate(names):
         rng = np.random.default_rng(seed)
-        drawn = rng.choice(len(stored[name]), size=steps * micro_batch, replace=steps * micro_batch > len(stored[name]))
-        tasks.append(_batches([stored[name][i] for i in drawn], micro_batch, seed, vocab))
-    return Load("non-uniform", tuple(tasks))
+        drawn = rng.choice(len(stored[one]), size=steps * micro_batch, replace=steps * micro_batch > len(stored[one]))
+        tasks.append(_batches([stored[one][i] for i in drawn], micro_batch, seed, vocab))
+    return Load(name, tuple(tasks))
+
+
+def uniform(steps: int, *, vocab: int, tasks: int = 8, micro_batch: int = 4) -> Load:
+    """All tasks with the lengths of OpenBookQA."""
+    return non_uniform(steps, vocab=vocab, micro_batch=micro_batch, names=("openbookqa",) * tasks, name="uniform")
 
 
 def _batches(lengths: Sequence[Length], micro_batch: int, seed: int, vocab: int) -> tuple[Batch, ...]:

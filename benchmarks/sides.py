@@ -14,8 +14,9 @@ from pathlib import Path
 
 from benchmarks.baselines import Matrices, Recipe
 from benchmarks.loads import Load, light
-from muxtune.engine.engine import Engine
+from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import load_backbone
+from muxtune.engine.planning import Planning
 from muxtune.engine.task import Sequences, Task
 from muxtune.models.backbone import Backbone
 from muxtune.models.sources import resolve
@@ -50,6 +51,8 @@ def engine_side(
     init: Matrices | None = None,
     *,
     policy: Policy = "fuse-all",
+    planning: Planning | None = None,
+    fuse_tokens: int = DEFAULT_FUSE_TOKENS,
     plain: bool = False,
     dropout: float = 0.0,
 ) -> EngineSide:
@@ -57,7 +60,7 @@ def engine_side(
 
     Each starts from `init`, or from the engine's own draw.
     """
-    engine = Engine(backbone, policy=policy, plain=plain)
+    engine = Engine(backbone, policy=policy, planning=planning, fuse_tokens=fuse_tokens, plain=plain)
     tasks = []
     for number, batches in enumerate(load.tasks):
         sequences = tuple(sequence for batch in batches for sequence in batch)

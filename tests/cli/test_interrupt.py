@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from muxtune.cli.main import run
 from tests.cli.projects import TRAINED, rows, status, write_config
 from tests.cli.shell import Running, Shell, Terminal
 
@@ -93,12 +94,24 @@ def test_insisting_stops_at_once(shell: Shell, project: Path, tiny_llama: Path, 
 
 
 def test_before_anything_trains(shell: Shell, project: Path, tiny_llama: Path) -> None:
-    """While data is read there is nothing to save: the first signal ends it."""
+    """While data is read there is nothing to save: the first signal ends it, and is answered at once."""
     (project / "data/slow.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 200_000)
     write_config(project / "slow.yaml", tiny_llama, "slow", {"slow": {"datasets": ["data/slow.jsonl"]}})
     running = shell.start(["train", "slow.yaml"])
     running.until(lambda: (project / "slow/.muxtune.lock").exists())
     running.signal(signal.SIGINT)
     ended = running.wait()
-    assert ended.code == 130 and ended.err == "stopped; nothing was trained\n" and ended.out == ""
+    assert ended.code == 130 and ended.out == ""
+    assert ended.err == "stopping; nothing is being trained yet\nstopped; nothing was trained\n"
     assert not (project / "slow/slow").exists()
+
+
+def test_before_a_command_has_begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """While libraries are imported, say: typer alone would end without a word."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("muxtune.spec.load.load_run", interrupted)
+    assert run(["train", "any.yaml"]) == 130
+    assert capsys.readouterr() == ("", "stopped\n")

@@ -73,6 +73,26 @@ def test_fifty_jobs_fit_24_lines() -> None:
     assert lines[-1] == "... 29 more: 27 queued, 2 done"
 
 
+def test_what_waits_for_memory_is_waiting_until_it_starts() -> None:
+    clock = Clock()
+    view = view_of(3, clock)
+    told = {"total_steps": 100, "waiting": True}
+    hear(view, TaskEvent("queued", "job-02", 0, "waits for memory: ...", told), TaskEvent("started", "job-00", 0))
+    assert [line.split()[-1] for line in drawn(view)[1:4]] == ["running", "queued", "waiting"]
+    clock.now_s = 2.0
+    hear(view, step("job-00", 1), step("job-00", 2))
+    assert view.eta_s == 298.0, "of all, at a step a second"
+    hear(view, TaskEvent("queued", "job-02", 0, data={"total_steps": 100}))
+    assert not view.with_state("waiting")
+
+
+def test_the_line_of_what_waits_says_why() -> None:
+    view = view_of(1, Clock())
+    event = TaskEvent("queued", "job-00", 0, "waits for memory: ...", {"total_steps": 100, "waiting": True})
+    view.hear(event)
+    assert line_of(event, view) == "job-00 queued, 100 steps: waits for memory: ..."
+
+
 def test_a_row() -> None:
     view, _ = busy()
     headings, first = (re.split(r"\s+", line.strip()) for line in drawn(view, width=120)[:2])

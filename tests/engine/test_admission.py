@@ -1,4 +1,4 @@
-"""Who fits into memory: refused with the numbers, and rows fused as far as the rest allows."""
+"""Who fits into memory: refused or put off with the numbers, and rows fused as far as the rest allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from muxtune.data.prepare import PreparedJob, Preparer
 from muxtune.engine.admission import Admission, JobSize, admit
 from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
-from muxtune.engine.shortage import size_text
+from muxtune.engine.room import Room, starting
+from muxtune.engine.shortage import size_text, waits
 from muxtune.errors import AdapterError
 from muxtune.models.memory import Footprint
 from muxtune.spec.peft import Place
@@ -72,13 +73,58 @@ def test_a_job_that_fits_by_a_byte_and_not_without_it(prepared: dict[str, Prepar
     sql, chat = prepared["sql"], prepared["chat"]
     assert widest(sql) < widest(chat)
     need = HEAD + ROW * widest(chat)
-    assert not admitted([sql, chat], need).refused
-    found = admitted([sql, chat], need - 1)
+    assert not admitted([sql, chat], need - STATE).refused
+    found = admitted([sql, chat], need - STATE - 1)
     ((refused, error),) = found.refused
     assert refused.name == "chat" and error.where == "jobs.chat"
     assert f"its longest batch ({widest(chat)} tokens at once) needs about {size_text(need)}" in error.message
-    assert f"base model ({size_text(WEIGHTS)}) and 2 adapters ({size_text(2 * STATE)})" in error.message
-    assert [size.job.name for size in found.sizes] == ["sql"]
+    assert f"base model ({size_text(WEIGHTS)}) and 1 adapter ({size_text(STATE)})" in error.message
+    assert [size.job.name for size in found.sizes] == ["sql"] and not found.waiting
+
+
+@pytest.mark.parametrize("names", [["sql", "chat"], ["chat", "sql"], ["one", "sql", "chat"]])
+def test_what_fits_alone_and_not_beside_the_others_waits(names: list[str], prepared: dict[str, PreparedJob]) -> None:
+    """By a byte; first come, first served; and nothing is recomputed for it."""
+    jobs = [prepared[name] for name in names]
+    need = HEAD + ROW * widest(prepared["chat"])
+    assert [size.job.name for size in admitted(jobs, need, LEAN).sizes] == names
+    found = admitted(jobs, need - 1, LEAN)
+    assert not found.refused and not found.model.recompute
+    assert [size.job.name for size in (*found.sizes, *found.waiting)] == names
+    (waiting,) = found.waiting
+    assert waiting.job.name == names[-1] and all(size.rounds > 0 for size in (*found.sizes, waiting))
+    assert found.peak_bytes <= found.limit_bytes
+    assert found.peak_bytes == found.room.peak_bytes(found.sizes)
+    told = waits(waiting, found.sizes, [], found.room)
+    first = STATE * len(found.sizes)
+    assert told.startswith(f"waits for memory: its adapter ({size_text(STATE)}) and a batch as wide")
+    assert f"({size_text(need)}) need about {size_text(need + STATE)}; " in told
+    assert f"there are {size_text(need - 1 + STATE)} left beside" in told and f"({size_text(first)})" in told
+
+
+def test_what_fits_but_would_keep_another_from_its_turn_is_told_so(prepared: dict[str, PreparedJob]) -> None:
+    (one,) = admitted([prepared["sql"]], 10**9).sizes
+    room = Room(MODEL, PROCESS + WEIGHTS + 10**6, PROCESS)
+
+    def sized(name: str, held: int, rounds: int) -> JobSize:
+        return replace(one, job=_named(prepared["sql"], 0).job.model_copy(update={"name": name}), state_bytes=held,
+                       activation_bytes=0, rounds=rounds)  # fmt: skip
+
+    first, large, long = sized("first", 6 * 10**5, 9), sized("large", 9 * 10**5, 9), sized("long", 10**5 + 1, 10)
+    assert starting([], [first, large, long], room.fits) == [first]
+    assert waits(long, [first], [large], room) == (
+        "waits for its turn: it would keep large, which comes before it, from its own"
+    )
+    assert waits(large, [first], [], room).startswith("waits for memory: ")
+
+
+def test_steps_that_are_done_count_as_such(prepared: dict[str, PreparedJob]) -> None:
+    (one,) = admitted([prepared["chat"]], 10**9).sizes
+    assert one.rounds == 13
+    found = admit(
+        [prepared["chat"]], MODEL, dtype=torch.float32, limit_bytes=10**9, process_bytes=0, done={"chat": 4, "sql": 9}
+    )
+    assert found.sizes == (replace(one, rounds=9),)
 
 
 LEAN = replace(MODEL, blocks=10, input_bytes=300)  # with recomputation 1.33 * 300 + 3 / 10 * ROW a row
@@ -87,7 +133,7 @@ LEAN_ROW = 399 + 300
 
 def test_what_does_not_fit_otherwise_is_recomputed(prepared: dict[str, PreparedJob]) -> None:
     sql, chat = prepared["sql"], prepared["chat"]
-    need = HEAD + ROW * widest(chat)
+    need = HEAD + ROW * widest(chat) - STATE
     assert not admitted([sql, chat], need, LEAN).model.recompute, "never where it need not be"
     found = admitted([sql, chat], need - 1, LEAN)
     assert found.model.recompute and not found.refused
@@ -103,7 +149,7 @@ def test_what_does_not_fit_even_so_is_told_the_least_and_slows_nobody_down(prepa
     sql, chat = prepared["sql"], prepared["chat"]
     least = HEAD + LEAN_ROW * widest(chat)
     assert HEAD + ROW * widest(sql) < least - 1
-    found = admitted([sql, chat], least - 1, LEAN)
+    found = admitted([sql, chat], least - STATE - 1, LEAN)
     ((refused, error),) = found.refused
     assert refused.name == "chat" and f"needs about {size_text(least)} with recomputation" in error.message
     assert [size.job.name for size in found.sizes] == ["sql"] and not found.model.recompute
@@ -135,7 +181,7 @@ def test_an_over_large_adapter_costs_nobody_else_a_place(prepared: dict[str, Pre
         found = admitted(jobs, HEAD + ROW * widest(sql) + STATE)
         assert [size.job.name for size in found.sizes] == ["sql"]
         ((refused, error),) = found.refused
-        assert refused.name == "large" and f"2 adapters ({size_text(STATE * 60_001)})" in error.message
+        assert refused.name == "large" and f"1 adapter ({size_text(STATE * 60_000)})" in error.message
 
 
 def test_a_stated_limit_lowers_the_chunk_budget_of_a_job(prepared: dict[str, PreparedJob]) -> None:
@@ -207,7 +253,7 @@ def _named(one: PreparedJob, number: int, **peft: int) -> PreparedJob:
 def test_many_jobs_are_refused_in_one_sentence_with_the_least_that_works(
     model: Footprint, wide: dict[str, int], process: int, prepared: dict[str, PreparedJob]
 ) -> None:
-    """At that limit they all fit, with a process a little larger than now, and not at a tenth (and a MB) less."""
+    """At that limit each of them fits, with a process a little larger than now, and not at a tenth (and a MB) less."""
     jobs = [
         _named(prepared[name], 10 * place + number, **wide)
         for place, name in enumerate(prepared)
@@ -220,7 +266,7 @@ def test_many_jobs_are_refused_in_one_sentence_with_the_least_that_works(
     found = limited(10**6)
     assert len(found.refused) == 30
     ((_, error),) = found.refusals
-    assert error.where == "jobs" and "30 of 30 jobs do not fit into memory (j" in error.message
+    assert error.where == "jobs" and "30 of 30 jobs do not fit into memory, not even alone (j" in error.message
     assert error.message.count("do not fit") == 1 and len(str(error)) < 500
     told = re.fullmatch(
         r"give it more memory: memory_limit: (\S+) is the least that works for all 30 jobs", str(error.hint)
@@ -234,8 +280,11 @@ def test_many_jobs_are_refused_in_one_sentence_with_the_least_that_works(
 
 def test_a_refusal_advises_what_can_help(prepared: dict[str, PreparedJob]) -> None:
     jobs = list(prepared.values())
-    ((_, error),) = admitted(jobs, HEAD + ROW * widest(prepared["chat"]) - 1).refusals
-    assert str(error.hint).startswith("lower max_length or the number of jobs, or give it more memory: memory_limit: ")
+    ((_, error),) = admitted(jobs, HEAD + ROW * widest(prepared["chat"]) - 2 * STATE - 1).refusals
+    assert re.fullmatch(
+        r"lower max_length, or give it .*: memory_limit: [0-9]+MB is the least that works for all 3 jobs",
+        str(error.hint),
+    )
     ((_, error),) = admitted(jobs[:1], HEAD).refusals
     assert re.fullmatch(
         r"lower max_length, or give it .*: memory_limit: [0-9]+MB is the least that works", str(error.hint)

@@ -55,6 +55,12 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "no place": (lambda e: e.save("sql", None), "folder: should be a path, not nothing"),
     "no task": (lambda e: e.detach(None), "None: no such task"),
     "no config": (lambda e: muxtune.train({"jobs": []}), "config: should be a path"),  # type: ignore[arg-type]
+    "a device by its number": (
+        lambda _: muxtune.Engine(Path("x"), device=5),
+        "device: should be auto, cpu, cuda or cuda:N, got 5",
+    ),  # type: ignore[arg-type]
+    "no such device": (lambda _: muxtune.Engine(Path("x"), device="gpu"), "device: should be auto, cpu, cuda or"),
+    "no such dtype": (lambda _: muxtune.Engine(Path("x"), dtype="fp23"), "dtype: should be one of auto, fp32"),  # type: ignore[arg-type]
     "no model": (lambda e: muxtune.Engine(5), "base_model: should be a path"),  # type: ignore[arg-type]
 }
 

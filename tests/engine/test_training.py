@@ -23,6 +23,7 @@ from muxtune.engine.runner import Runner
 from muxtune.engine.task_folder import read_origin
 from muxtune.engine.training import TrainingRun
 from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError, TaskError
+from muxtune.models.cache import file_sha256
 from muxtune.spec.event import RunEvent, TaskEvent
 from muxtune.spec.run import RunSpec
 from muxtune.spec.status import JobStatus
@@ -110,6 +111,24 @@ def test_resume_skips_continues_and_starts(make: Make, cache: Path, disk: Path) 
     finished = everything(disk / "run")
     assert told(train(make({**jobs, "new": {}}), cache_dir=cache, resume=True), "half") == ["completed"]
     assert everything(disk / "run") == finished
+
+
+def test_a_finished_adapter_is_hashed_once(
+    make: Make, cache: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run plans twice, before the base model is resolved and once nobody else can write; one file is one hash."""
+    train(make({"a": {}, "b": {}}), cache_dir=cache)
+    hashed: list[Path] = []
+    monkeypatch.setattr("muxtune.engine.begin.file_sha256", lambda path: (hashed.append(path), file_sha256(path))[1])
+    tensors = [disk / "run" / name / "adapter_model.safetensors" for name in "ab"]
+    train(make({"a": {}, "b": {}}), cache_dir=cache, resume=True)
+    assert hashed == tensors
+    training = TrainingRun(make({"a": {}, "b": {}}), cache_dir=cache, resume=True)
+    training.plan()
+    whole = tensors[1].read_bytes()
+    tensors[1].unlink()
+    tensors[1].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert [plan.begin for plan in training.plan()[0]] == ["finished", "continue"], "another file is hashed again"
 
 
 def test_a_job_keeps_when_it_was_created(make: Make, cache: Path, disk: Path) -> None:

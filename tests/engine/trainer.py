@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from muxtune.engine import training as training_module
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.training import TrainingRun
 from muxtune.errors import MuxTuneError
@@ -35,7 +36,8 @@ _OPERATIONS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"
 @dataclass(frozen=True, slots=True)
 class Order:
     """One run. `operation`, `path` (patterns) and `nth` name the file operation at which to die, or the disk is full -
-    which kills if `fatal`; `hold` is a file for which to wait after the second round."""
+    which kills if `fatal`; `hold` is a file for which to wait after the second round; `process_bytes` is what the
+    process is said to have in use, of as much as one likes."""
 
     run: dict[str, object]
     trace: str
@@ -49,6 +51,7 @@ class Order:
     file_bytes: int | None = None
     fatal: bool = False
     hold: str | None = None
+    process_bytes: int | None = None
 
 
 def main() -> None:
@@ -79,6 +82,8 @@ def _train(order: Order) -> None:
     run = RunSpec.model_validate(order.run)
     counted = _watch(run.output_dir, order)
     _record(Path(order.trace))
+    if order.process_bytes is not None:
+        training_module.memory_here = lambda device: (order.process_bytes or 0, 10**15)
     training = TrainingRun(
         run, resume=order.resume, overwrite=order.overwrite, keep_going=order.keep_going, stop=_hold(order.hold)
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +21,8 @@ from muxtune.peft.dropout import row_keys
 from muxtune.peft.grouped import PairShape, Rule, always, measured, never, rows_that_pay, runs
 from muxtune.peft.lora import LoraAdapter
 from muxtune.peft.multiplex import hooks
-from muxtune.peft.slab import MOST, Slabs
+from muxtune.peft.parameters import FlatParameters
+from muxtune.peft.slab import MOST, Slab, Slabs
 from tests.peft.frozen import CPU, FrozenLinear
 
 I, O = 32, 48  # noqa: E741 - the legend's letters
@@ -208,6 +211,31 @@ def test_a_full_slab_is_followed_by_another() -> None:
     assert [len(list(group)) for group in (runs("op", dispatches, always),)] == [2]
     starts = list(accumulate(_sizes([Member(1)] * (MOST + 2))))
     assert starts == [MOST, MOST + 2]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="a system that takes no pages back")
+def test_free_places_give_their_memory_back() -> None:
+    """And the one in between keeps what it holds."""
+
+    def like() -> FlatParameters:
+        return FlatParameters({"w": (5_000_001,)}, torch.float32, torch.device("cpu"))
+
+    resident = psutil.Process().memory_info
+    held = [like() for _ in range(3)]
+    slab = Slab(held[0])
+    for parameters in held:
+        parameters.values.fill_(1)
+        slab.take(parameters)
+        parameters.gradient.fill_(2)
+    kept = held[1]
+    del held, parameters
+    gc.collect()
+    full = resident().rss
+    slab.trim()
+    assert full - resident().rss > 4 * 4 * 4_900_000
+    assert bool((kept.values[:5_000_001] == 1).all()) and bool((kept.gradient == 2).all())
+    again = like()
+    assert slab.take(again) == 0 and not again.values.any()
 
 
 def test_what_is_measured_is_a_number_of_rows() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from muxtune.plan.cost import CostModel
-from muxtune.plan.fusion import HTASK_S, bottleneck, fits
+from muxtune.plan.fusion import HTASK_S, bottleneck
 from muxtune.plan.loads import TaskLoad
 from muxtune.plan.memory import MemoryModel
 
@@ -51,7 +51,9 @@ def feasible(
     partition: Partition, memory: MemoryModel, tasks: Sequence[TaskLoad], most_rows: int | None = None
 ) -> bool:
     free = memory.free_bytes(tasks)
-    return all(
-        fits(memory, sum(task.peak_rows for task in htask), max(task.longest for task in htask), free, most_rows)
-        for htask in partition
-    )
+    for htask in partition:
+        rows = sum(task.peak_rows for task in htask)
+        needed = memory.pass_bytes(rows, max(task.longest for task in htask))
+        if (most_rows is not None and rows > most_rows) or (free is not None and needed > free):
+            return False
+    return True

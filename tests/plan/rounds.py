@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from muxtune.plan.align import Piece, align
 from muxtune.plan.round import Participant
-from muxtune.plan.types import SequenceRef
+from muxtune.plan.types import HTask, Plan, SequenceRef
 
 
 @st.composite
@@ -21,6 +21,17 @@ def participants(draw: st.DrawFn, *, forward: bool = False) -> list[Participant]
         source = f"task-{number}/train"
         made.append(Participant(f"task-{number}", source, references, sum(lengths) or 1, carried=carried))
     return made
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Some of those tasks, and some that are not there, in up to three hTasks."""
+    names = draw(st.permutations([f"task-{number}" for number in range(8)]))
+    sizes = draw(st.lists(st.integers(1, 4), max_size=3))
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    parts = [tuple(names[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+    htasks = tuple(HTask(part, 1, 1, 1.0) for part in parts if part)
+    return Plan("muxtune", htasks, tuple((place,) for place in range(len(htasks))), 1, 1.0, 0)
 
 
 def _reference(piece: Piece, lengths: list[int]) -> SequenceRef:

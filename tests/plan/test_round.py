@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from muxtune.errors import StateError
 from muxtune.plan.legal import require_legal
 from muxtune.plan.round import Participant, derive_round, fuse
-from muxtune.plan.types import MicroBatch, OptimStep, Policy, RoundSchedule, SequenceRef, WorkItem
-from tests.plan.rounds import participants
+from muxtune.plan.types import MicroBatch, OptimStep, Plan, Policy, RoundSchedule, SequenceRef, WorkItem
+from tests.plan.rounds import participants, plans
 
-POLICIES = st.sampled_from(["sequential", "fuse-all", "padded"])
+POLICIES = st.sampled_from(["sequential", "fuse-all", "padded", "muxtune"])
 BUDGETS = st.integers(1, 300)
 
 
@@ -80,6 +80,29 @@ def test_neighbours_that_fit_together_run_together(members: list[Participant], f
     assert [member for htask in htasks for member in htask] == [member for member in members if member.chunks]
     for htask, after in pairwise(htasks):
         assert sum(member.widest for member in htask) + after[0].widest > fuse_tokens
+
+
+@given(participants(), plans(), BUDGETS)
+def test_a_plan_says_who_runs_together_and_in_which_order(
+    members: list[Participant], plan: Plan, fuse_tokens: int
+) -> None:
+    schedule = derive_round(3, members, policy="muxtune", fuse_tokens=fuse_tokens, plan=plan)
+    require_legal(schedule)
+    place_of = {name: place for place, htask in enumerate(plan.htasks) for name in htask.tasks}
+    places = []
+    for action in schedule.actions:
+        if isinstance(action, MicroBatch):
+            assert action.tokens <= fuse_tokens or len(action.items) == 1
+            (place,) = {place_of.get(item.task, len(plan.htasks)) for item in action.items}
+            places.append(place)
+    assert places == sorted(places)
+    for member in members:
+        assert tuple(item.sequences for item in _items(schedule) if item.task == member.task) == member.chunks
+
+
+@given(participants())
+def test_without_a_plan_all_that_fit_run_together(members: list[Participant]) -> None:
+    assert fuse(members, "muxtune", 100) == fuse(members, "fuse-all", 100)
 
 
 @given(participants())

@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxtune.plan.trace import from_line, to_line
-from muxtune.plan.types import ActionRecord, ItemOutcome, OptimStep, PairSums, RoundRecord, RoundSchedule, StepOutcome
+from muxtune.plan.trace import from_line, plan_from_line, plan_to_line, to_line
+from muxtune.plan.types import (
+    ActionRecord,
+    ItemOutcome,
+    OptimStep,
+    PairSums,
+    Plan,
+    RoundRecord,
+    RoundSchedule,
+    StepOutcome,
+)
+from tests.plan.rounds import plans
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -52,6 +62,21 @@ def test_a_record_is_one_line_and_comes_back(record: RoundRecord) -> None:
     assert line.endswith("\n") and line.count("\n") == 1
     json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert not losses_ok or from_line(line) == record
+
+
+@given(plans())
+def test_a_plan_is_one_line_and_comes_back(plan: Plan) -> None:
+    line = plan_to_line(plan)
+    assert line.endswith("\n") and line.count("\n") == 1
+    assert plan_from_line(line) == plan
+    with pytest.raises(ValueError):
+        from_line(line)
+
+
+@given(records())
+def test_a_record_is_no_plan(record: RoundRecord) -> None:
+    with pytest.raises(ValueError):
+        plan_from_line(to_line(record))
 
 
 def test_numbers_that_are_not_finite_come_back_as_nan() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +39,8 @@ _RATE_ROWS = 128  # a product of a millisecond or two, so that the best of many 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One job. Tokens are those of one pass over its data; `time_s` is its own share of the run."""
+    """One job. Tokens are those of one pass over its data; `time_s` is its own share of the run; `waits` says that it
+    starts when others have ended."""
 
     name: str
     begins: str
@@ -54,6 +55,7 @@ class Estimate:
     adapter_bytes: int
     time_s: float
     warnings: tuple[str, ...]
+    waits: bool = False
 
 
 def print_dry_run(training: TrainingRun, *, as_json: bool) -> int:
@@ -63,7 +65,7 @@ def print_dry_run(training: TrainingRun, *, as_json: bool) -> int:
     base = training.base()
     prepared, failures = training.prepare(planned, base)
     failures = [*refused, *failures]
-    admission = training.admit(prepared, base) if prepared else None
+    admission = training.admit(prepared, base, planned) if prepared else None
     if admission is not None:
         failures = failures + [Failure(job, error) for job, error in admission.refused]
     estimates, damaged = _estimates(training, planned, prepared, admission)
@@ -90,7 +92,8 @@ def _estimates(
     if admission is None or not admission.sizes:
         return [], []
     rate = _products_per_s(training, admission.model)
-    sizes = {size.job.name: size for size in admission.sizes}
+    sizes = {size.job.name: size for size in (*admission.sizes, *admission.waiting)}
+    waiting = {size.job.name for size in admission.waiting}
     plans = {plan.job.name: plan for plan in planned}
     estimates: list[Estimate] = []
     damaged: list[Failure] = []
@@ -99,7 +102,8 @@ def _estimates(
             continue
         plan = plans[job.job.name]
         try:
-            estimates.append(_estimate(plan, job, size, admission.model, rate))
+            estimate = _estimate(plan, job, size, admission.model, rate)
+            estimates.append(replace(estimate, waits=estimate.name in waiting))
         except CheckpointError as error:
             damaged.append(Failure(job.job, error, plan.progress.step))
     return estimates, damaged
@@ -180,6 +184,12 @@ def _print(estimates: Sequence[Estimate], finished: Sequence[str], admission: Ad
             tell(f"{one.name} warning: {warning}")
     if admission is not None and estimates:
         print(f"\nmemory: about {_memory(admission)}")
+        if admission.waiting:
+            names = ", ".join(size.job.name for size in admission.waiting)
+            print(
+                f"jobs: {len(admission.sizes)} start at once, and that is their memory; "
+                f"{len(admission.waiting)} wait for memory and start as others end: {names}"
+            )
         whole = sum(one.time_s for one in estimates)
         print(f"time: about {duration(whole)} in all, estimated from a matrix product measured just now")
 
@@ -215,6 +225,7 @@ def _as_json(
             "carried_bytes": sum(size.carried_bytes for size in admission.sizes),
             "fuse_tokens": admission.fuse_tokens,
             "recompute": admission.model.recompute,
+            "waiting": [size.job.name for size in admission.waiting],
         }
     return {
         "jobs": [asdict(one) for one in estimates],

@@ -15,9 +15,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
-    """A context manager, and the `stop` question of a `TrainingRun`. `on_request` hears the first request."""
+    """A context manager, and the `stop` question of a `TrainingRun`. `on_request` hears the first request, and whether
+    it is one: an end may take a while, too, when libraries are at work."""
 
-    def __init__(self, on_request: Callable[[], None]) -> None:
+    def __init__(self, on_request: Callable[[bool], None]) -> None:
         self.graceful = False
         self.requested = False
         self._on_request = on_request
@@ -37,7 +38,9 @@ class StopSignal:
             signal.signal(number, before)  # type: ignore[arg-type]
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.requested or not self.graceful:
+        if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self._on_request()
+        self._on_request(self.graceful)
+        if not self.graceful:
+            raise KeyboardInterrupt

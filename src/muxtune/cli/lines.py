@@ -34,12 +34,16 @@ def _event_line(event: TaskEvent, task: TaskView) -> str | None:
         case "sample":
             return None
         case "queued" if event.step == 0:
-            return f"{event.task} queued, {task.total} steps"
+            return f"{event.task} queued, {task.total} steps{_because(event)}"
         case "completed" if task.earlier:
             return f"{event.task} completed earlier: {event.message}"
         case "failed":
-            return f"{event.task} failed at step {event.step}: {event.message} [{event.data.get('code', 'failed')}]"
+            told = f"{event.task} failed at step {event.step}: {event.message} [{event.data.get('code', 'failed')}]"
+            return f"{told}\n  {hint}" if (hint := event.data.get("hint")) else told
         case "warning":
             return f"{event.task} warning: {event.message}"
-    told = f": {event.message}" if event.message else ""
-    return f"{event.task} {event.kind} step={step_text(task)}{told}"
+    return f"{event.task} {event.kind} step={step_text(task)}{_because(event)}"
+
+
+def _because(event: TaskEvent) -> str:
+    return f": {event.message}" if event.message else ""

@@ -110,10 +110,18 @@ def _command(arguments: Sequence[str]) -> int:
     try:
         app(list(arguments), prog_name="muxtune")
     except SystemExit as ended:
+        if isinstance(getattr(ended.__context__, "__cause__", None), KeyboardInterrupt):  # typer makes a status of it
+            return _stopped()
         return ended.code if isinstance(ended.code, int) else 0
     except KeyboardInterrupt:
-        return train.INTERRUPTED
+        return _stopped()
     return 0
+
+
+def _stopped() -> int:
+    """Of a command that had nothing to save yet."""
+    tell("stopped")
+    return train.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ class LineProgress:
             tell(line)
 
     def say(self, text: str) -> None:
-        tell(text)
+        if text:
+            tell(text)
 
 
 class LiveProgress:

@@ -40,10 +40,12 @@ def ending(view: RunView) -> str:
 
 
 def _state(task: TaskView) -> str:
-    """As people say it: what waits with steps behind it has been stopped."""
+    """As people say it: what waits with steps behind it has been stopped, and nothing waits once the run has ended."""
     if task.earlier:
         return "completed earlier"
-    return "stopped" if task.state == "queued" and task.step else task.state
+    if task.state in ("queued", "waiting") and task.step:
+        return "stopped"
+    return "not started" if task.state == "waiting" else task.state
 
 
 def _names(tasks: list[TaskView]) -> str:

@@ -18,7 +18,7 @@ from muxtune.cli.view import RunView, TaskView
 
 _HEADINGS = ("task", "PEFT", "step", "epoch", "loss", "eval", "lr", "tok/s", "ETA", "state")
 _DROPPED_FIRST = ("PEFT", "epoch", "lr", "eval", "tok/s", "ETA", "loss", "state")
-_ORDER = ("running", "failed", "paused", "queued", "cancelled", "completed")
+_ORDER = ("running", "failed", "paused", "queued", "waiting", "cancelled", "completed")
 _STYLES = {"running": "bold", "failed": "bold red", "completed": "green"}
 _SHORT = {"completed": "done"}
 _NAME_WIDTH = 8

@@ -29,6 +29,8 @@ Sets = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of every job, or jobs.NAME.KEY of one."),
 ]
 INTERRUPTED = 130
+_STOPPING = "stopping at the end of this step; Ctrl-C again stops at once"
+_ENDING = "stopping; nothing is being trained yet"
 
 
 def train(
@@ -74,9 +76,9 @@ def _train(training: TrainingRun, arguments: Sequence[str]) -> int:
     error: MuxTuneError | None = None
     with (
         progress_of(view) as progress,
-        StopSignal(lambda: progress.say("stopping at the end of this step; Ctrl-C again stops at once")) as stop,
+        StopSignal(lambda graceful: progress.say(_STOPPING if graceful else _ENDING)) as stop,
     ):
-        training.stop = stop
+        training.stop, training.notice = stop, progress.say
         insisted = False
         try:
             _listen(training, view, progress, stop)

@@ -95,6 +95,8 @@ class TaskView:
         """A change of state, the job's size, what an earlier process came to, or a reply to one of its prompts."""
         if event.kind in _STATES:
             self.state, self.step = _STATES[event.kind], event.step
+            if event.data.get("waiting"):  # for memory that others have
+                self.state = "waiting"
         if event.kind in ("started", "resumed"):
             self.pace.start(now_s)
         if event.kind in _ENDED:
@@ -142,5 +144,10 @@ class RunView:
 
     @property
     def eta_s(self) -> float | None:
-        """Until the last task ends, at the present pace; rounds get shorter as tasks end, so at most."""
-        return max((eta for task in self.tasks.values() if (eta := task.eta_s) is not None), default=None)
+        """Until the last task ends, at the present pace; rounds get shorter as tasks end, so at most. Where tasks wait
+        for others, by the steps that all have left."""
+        if not self.with_state("waiting"):
+            return max((eta for task in self.tasks.values() if (eta := task.eta_s) is not None), default=None)
+        left = sum((task.total or 0) - task.step for task in self.tasks.values() if not task.ended)
+        rate = self.pace.steps_per_s
+        return left / rate if rate else None

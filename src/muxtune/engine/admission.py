@@ -1,6 +1,9 @@
 """Whether a run fits into memory, said with numbers before a weight is loaded.
 
-    process + weights + adapters (with gradients and moments) of all jobs + activations of one micro-batch <= limit
+    process + weights + adapters (with gradients and moments) of the jobs + activations of one micro-batch <= limit
+
+A job that has no room even alone is refused, with the numbers. One that has none beside the others waits until enough
+of them have ended (`muxtune.engine.room` says who starts when, `muxtune.engine.waves` does it).
 
 The limit is the run's `memory_limit`, and never more than the machine has free. A micro-batch must hold at least the
 widest chunk of any job: as much of a batch as fills the chunk budget. A longer sequence is cut, and its keys and values
@@ -12,7 +15,8 @@ The budget is a number that the job's last bits depend on, so it follows from th
 with the process in quarters of a GiB - and never from what happens to be free, or from who trains beside it.
 
 Where a job does not fit even so, but would if blocks were run again instead of their activations being kept, the run
-does that: it takes longer and gives the same bits (`muxtune.models.recompute`).
+does that: it takes longer and gives the same bits (`muxtune.models.recompute`). It does not where waiting will do:
+a job that waits costs the others nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from muxtune.data.prepare import PreparedJob
-from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS, DEFAULT_FUSE_TOKENS
+from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS
+from muxtune.engine.room import Room, starting
 from muxtune.engine.shortage import all_too_large, rounded_up, too_large, what_to_do
 from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft.targets import refuse_unmatched
+from muxtune.spec.schedule import total_steps
 
 _LEAST_CHUNK = 64  # tokens; smaller chunks cost more time than they save memory
 _PROCESS_SHARE = 50  # the part of a process by which the same one may be larger the next time
@@ -37,8 +43,8 @@ _PROCESS_STEP = 2**28  # bytes: two processes that do the same differ by less, m
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
-    """What one job brings: its longest sequence (virtual tokens included), rows of its widest chunk at most, and its
-    adapter."""
+    """What one job brings: its longest sequence (virtual tokens included), rows of its widest chunk at most, its
+    adapter, and the optimizer steps that it has left."""
 
     job: JobSpec
     longest: int
@@ -49,11 +55,17 @@ class JobSize:
     flops_per_token: int  # of the adapter, a trained token
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # its chunk budget, where it starts now
     carried_bytes: int = 0  # keys and values of its longest sequence, where that is cut, and their gradient
+    rounds: int = 0
 
     @property
     def held_bytes(self) -> int:
         """What it holds whoever runs."""
         return self.state_bytes + self.carried_bytes
+
+    @property
+    def alone_bytes(self) -> int:
+        """What it takes beside the process and the base model."""
+        return self.held_bytes + self.activation_bytes
 
     @property
     def warning(self) -> str | None:
@@ -68,9 +80,9 @@ class JobSize:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`refused` jobs cannot run at all; the others fit together at `fuse_tokens` rows a micro-batch, with recomputation
-    where `model` says so. `short` are those of the refused that want memory; at a memory_limit of `least_bytes` all
-    jobs have enough."""
+    """`refused` jobs cannot run at all; those of `sizes` start together, at `fuse_tokens` rows a micro-batch and with
+    recomputation where `model` says so; the `waiting` follow them. `short` are those of the refused that want memory;
+    at a memory_limit of `least_bytes` each job has enough, if others wait for it."""
 
     model: Footprint
     limit_bytes: int
@@ -81,6 +93,11 @@ class Admission:
     refused: tuple[tuple[JobSpec, MuxTuneError], ...] = ()
     short: tuple[JobSize, ...] = ()
     least_bytes: int = 0
+    waiting: tuple[JobSize, ...] = ()
+
+    @property
+    def room(self) -> Room:
+        return Room(self.model, self.limit_bytes, self.process_bytes)
 
     @property
     def refusals(self) -> tuple[tuple[JobSpec, MuxTuneError], ...]:
@@ -100,22 +117,22 @@ def admit(
     limit_bytes: int,
     process_bytes: int,
     memory_limit: int | None = None,
+    done: Mapping[str, int] | None = None,
 ) -> Admission:
     """Which jobs fit, as far as is known before any has been loaded; with recomputation if more do so.
 
-    `memory_limit` is what the config states.
-    Those that need least are taken in first: an over-large adapter costs nobody else a place.
+    `memory_limit` is what the config states; `done` are the steps of jobs that go on.
     """
     room = None
     if memory_limit is not None:
         room = _room(memory_limit, process_bytes, model)
     budgets = {job.job.name: _chunk_tokens(job, model, dtype, room) for job in prepared}
-    kept = _admit(prepared, model, dtype, limit_bytes, process_bytes, budgets)
+    kept = _admit(prepared, model, dtype, limit_bytes, process_bytes, budgets, done or {})
     lean = model.recomputed()
     if lean.row_bytes >= model.row_bytes:
         lean = model
     elif kept.refused:
-        again = _admit(prepared, lean, dtype, limit_bytes, process_bytes, budgets)
+        again = _admit(prepared, lean, dtype, limit_bytes, process_bytes, budgets, done or {})
         if len(again.refused) < len(kept.refused):
             kept = again
         else:
@@ -126,7 +143,7 @@ def admit(
 def _advised(found: Admission, prepared: Sequence[PreparedJob], lean: Footprint, dtype: torch.dtype) -> Admission:
     """The same with what to do about it, in numbers."""
     short = {size.job.name for size in found.short}
-    fitting = short | {size.job.name for size in found.sizes}
+    fitting = short | {size.job.name for size in (*found.sizes, *found.waiting)}
     sized = [one for one in prepared if one.job.name in fitting]
     found = replace(found, least_bytes=_least_limit(sized, lean, dtype, found.process_bytes))
     hint = what_to_do(found)
@@ -138,7 +155,7 @@ def _advised(found: Admission, prepared: Sequence[PreparedJob], lean: Footprint,
 
 
 def _least_limit(prepared: Sequence[PreparedJob], lean: Footprint, dtype: torch.dtype, process_bytes: int) -> int:
-    """A memory_limit, in a round number, at which all of these fit together: with the chunks that it leaves them.
+    """A memory_limit, in a round number, at which each of these fits alone: with the chunks that it leaves them.
 
     A higher limit may give larger chunks, which need more in turn; budgets only grow with it, and have an end.
     """
@@ -146,8 +163,7 @@ def _least_limit(prepared: Sequence[PreparedJob], lean: Footprint, dtype: torch.
     while True:
         room = _room(limit, process_bytes, lean)
         sizes = [_size(job, lean, dtype, _chunk_tokens(job, lean, dtype, room)) for job in prepared]
-        held = process_bytes + lean.weights_bytes + sum(size.held_bytes for size in sizes)
-        needed = held + max(size.activation_bytes for size in sizes)
+        needed = process_bytes + lean.weights_bytes + max(size.alone_bytes for size in sizes)
         if needed <= limit:
             return limit
         limit = rounded_up(needed + process_bytes // _PROCESS_SHARE)
@@ -165,42 +181,35 @@ def _admit(
     limit_bytes: int,
     process_bytes: int,
     budgets: Mapping[str, int],
+    done: Mapping[str, int],
 ) -> Admission:
-    sizes: list[JobSize] = []
+    room = Room(model, limit_bytes, process_bytes)
+    able: list[JobSize] = []
     refused: list[tuple[JobSpec, MuxTuneError]] = []
+    short: list[JobSize] = []
     for job in prepared:
         try:
-            sizes.append(_size(job, model, dtype, budgets[job.job.name]))
+            size = _size(job, model, dtype, budgets[job.job.name])
         except MuxTuneError as error:  # targets that match nothing
             refused.append((job.job, error))
-    held = process_bytes + model.weights_bytes
-    taken: list[JobSize] = []
-    short: list[JobSize] = []
-    for size in sorted(sizes, key=lambda size: size.held_bytes + size.activation_bytes):
-        beside = [*taken, size]
-        free = limit_bytes - held - size.held_bytes
-        if max(one.activation_bytes for one in beside) <= free:
-            taken, held = beside, held + size.held_bytes
+            continue
+        if room.fits([size]):
+            able.append(replace(size, rounds=total_steps(job.job, job.data.groups) - done.get(job.job.name, 0)))
         else:
             short.append(size)
-            refused.append((size.job, too_large(size, model, beside, limit_bytes, process_bytes)))
-    fitting = [size for size in sizes if size in taken]
-    free = limit_bytes - held
-    if not fitting:
-        return Admission(model, limit_bytes, process_bytes, (), 0, held, tuple(refused), tuple(short))
-    longest = max(size.longest for size in fitting)
-    widest = max(size.widest for size in fitting)
-    fuse_tokens = max(widest, min(DEFAULT_FUSE_TOKENS, model.rows_within(free, longest)))
-    used = min(fuse_tokens, sum(size.widest for size in fitting))
+            refused.append((size.job, too_large(size, room)))
+    first = starting([], able, room.fits)
+    names = {size.job.name for size in first}
     return Admission(
         model,
         limit_bytes,
         process_bytes,
-        tuple(fitting),
-        fuse_tokens,
-        held + model.activation_bytes(used, longest),
+        tuple(first),
+        room.fuse_tokens(first),
+        room.peak_bytes(first),
         tuple(refused),
         tuple(short),
+        waiting=tuple(size for size in able if size.job.name not in names),
     )
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from muxtune.data.types import Message
+from muxtune.engine.load import DTypeName
 from muxtune.errors import ConfigError
 from muxtune.spec.job import JobSpec
+from muxtune.spec.run import read_device, read_dtype
 
 Prompt: TypeAlias = str | Sequence[Message]
 
@@ -76,6 +78,23 @@ def as_number(value: object, where: str, *, most: float = math.inf) -> float:
     if not 0 <= number <= most or not math.isfinite(number):
         raise ConfigError("must be a number from 0" + (f" to {most:g}" if math.isfinite(most) else ""), where=where)
     return number
+
+
+def as_device(value: object) -> str:
+    """The name of a device, as a config file has it."""
+    return _read(read_device, value, "device")
+
+
+def as_dtype(value: object) -> DTypeName:
+    """The name of a dtype or its alias, as a config file has it."""
+    return cast(DTypeName, _read(read_dtype, value, "dtype"))
+
+
+def _read(read: Callable[[object], str], value: object, where: str) -> str:
+    try:
+        return read(value)
+    except ConfigError as error:
+        raise ConfigError(error.message, where=where, hint=error.hint) from None
 
 
 def _kind(value: object) -> str:

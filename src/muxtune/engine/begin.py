@@ -8,7 +8,7 @@ checkpoint, which makes both again, and says so. What no checkpoint can make aga
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from muxtune.engine import checkpoint
 from muxtune.engine.metrics import STEP, MetricsFiles, Row
 from muxtune.engine.task_folder import CHECKPOINTS, Standing, adapter_damage, holds_run, read_origin, standing_of
 from muxtune.errors import CheckpointError, MuxTuneError, StateError
+from muxtune.models.cache import file_sha256
 from muxtune.spec.job import JobSpec
 from muxtune.spec.resume import check_resume
 from muxtune.spec.status import JobStatus
@@ -62,10 +63,13 @@ class Failure:
 
     @property
     def named(self) -> MuxTuneError:
-        """The error, saying whose it is; those of folders do, which are named after their jobs."""
+        """The error, saying whose it is; those of folders do, which are named after their jobs, and those of many jobs
+        at once are nobody's own."""
         error, job = self.error, f"jobs.{self.job.name}"
         where = error.where or ""
         if isinstance(error, StateError | CheckpointError) or job in where or repr(self.job.name) in error.message:
+            return error
+        if where == "jobs":
             return error
         named = copy.copy(error)
         named.where = f"{job}.{where}" if where in JobSpec.model_fields else ": ".join(filter(None, (job, where)))
@@ -77,7 +81,25 @@ class Failure:
         return f"{self.error.where}: {self.error.message}" if self.error.where else self.error.message
 
 
-def plan_job(job: JobSpec, folder: Path, now: datetime, *, resume: bool, overwrite: bool) -> PlannedJob:
+class FileHashes:
+    """SHA-256 of files, each hashed once for as long as it is the same file: a run plans its jobs before the base model
+    is resolved, and once more when nobody else can write into its folders."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Path, int, int, int, int], str] = {}
+
+    def __call__(self, path: Path) -> str:
+        """Hash of the file. Files are replaced, not written over (`muxtune.durable`): another one is another inode."""
+        now = path.stat()
+        key = (path, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+        if key not in self._known:
+            self._known[key] = file_sha256(path)
+        return self._known[key]
+
+
+def plan_job(
+    job: JobSpec, folder: Path, now: datetime, sha256: Callable[[Path], str], *, resume: bool, overwrite: bool
+) -> PlannedJob:
     """Raises StateError for a folder in the way, ConfigError for a changed job, CheckpointError where what is left of
     its run is not enough to go on from."""
     if not holds_run(folder) or overwrite:
@@ -91,7 +113,7 @@ def plan_job(job: JobSpec, folder: Path, now: datetime, *, resume: bool, overwri
     longer = (origin.job.max_steps, origin.job.num_train_epochs) != (job.max_steps, job.num_train_epochs)
     standing, newest = standing_of(folder), checkpoint.latest_step(folder / CHECKPOINTS)
     finished = standing.status is JobStatus.COMPLETED and not longer
-    damage = standing.damage or (adapter_damage(folder, standing) if finished else None)
+    damage = standing.damage or (adapter_damage(folder, standing, sha256) if finished else None)
     if damage is None and finished:
         progress = _progress(_rows(folder), standing.step)
         return PlannedJob(job, folder, "finished", origin.created, origin.base, progress)

@@ -18,6 +18,7 @@ from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
 from muxtune.engine.limits import require_known
 from muxtune.engine.outcomes import merged
+from muxtune.engine.planning import Planning
 from muxtune.engine.preference import sequence_sums
 from muxtune.engine.references import References
 from muxtune.engine.task import Sequences, Task, aligned, participant_of
@@ -31,6 +32,7 @@ from muxtune.plan.round import Participant, derive_round
 from muxtune.plan.types import (
     ItemOutcome,
     OptimStep,
+    Plan,
     Policy,
     RoundRecord,
     RoundSchedule,
@@ -49,7 +51,9 @@ class Engine:
     """Trains tasks on `backbone`, which the caller has loaded (`muxtune.engine.load`).
 
     Args:
-        policy: who runs with whom - `sequential`, or `fuse-all` up to `fuse_tokens` rows; `padded` for comparison.
+        policy: who runs with whom - as `planning` plans it with `muxtune`; `sequential`, `fuse-all` up to `fuse_tokens`
+            rows, or `padded`, for comparison.
+        planning: makes the plans of `muxtune`, which without it is `fuse-all`.
         fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
         chunk_tokens: the chunk budget of tasks that start here; a resumed task keeps its own.
         plain: run the plain twin of every fast path.
@@ -64,6 +68,7 @@ class Engine:
         backbone: Backbone,
         *,
         policy: Policy = "fuse-all",
+        planning: Planning | None = None,
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         plain: bool = False,
@@ -75,7 +80,9 @@ class Engine:
         self.tasks: dict[str, Task] = {}
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
+        self.planning = planning
         self.fuse_tokens = fuse_tokens
+        self._fused_at_most: int | None = None  # since a wider pass has failed
         self.recompute = recompute
         self._chunk_tokens = chunk_tokens
         self.references = references or References()
@@ -96,9 +103,7 @@ class Engine:
         AdapterError for targets that match nothing."""
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
-        self._check_tokens(job, (*data.train, *data.validation))
-        for sequences in (data.train, data.validation):
-            _require_groups(job, sequences, job.group_size)
+        self.check(job, data)
         adapter = build_adapter(
             job.peft,
             self.backbone,
@@ -113,6 +118,12 @@ class Engine:
         self.sources[task.validation_source] = data.validation
         return task
 
+    def check(self, job: JobSpec, data: Sequences) -> None:
+        """What `attach` finds out of the data. Raises DataError."""
+        self._check_tokens(job, (*data.train, *data.validation))
+        for sequences in (data.train, data.validation):
+            _require_groups(job, sequences, job.group_size)
+
     def detach(self, task: Task | str) -> None:
         """Forget a task; what it had not applied is dropped."""
         found = self.task(task)
@@ -122,6 +133,10 @@ class Engine:
             del self.sources[source]
             self.references.forget(source)
         self.references.save()
+
+    def trim(self) -> None:
+        """Give memory that detached tasks have left back to the system, where it was kept for others of their kind."""
+        self._slabs.trim()
 
     def pause(self, task: Task | str) -> None:
         """Leave a task out of the rounds to come; `resume` brings it back where it was."""
@@ -164,14 +179,35 @@ class Engine:
 
     def fuse_below(self, rows: int) -> None:
         """Bring tasks together in passes of half as many rows, from here on; a pass of `rows` has failed."""
-        self.fuse_tokens = max(1, min(self.fuse_tokens, rows // 2))
+        self.fuse_tokens = self._fused_at_most = max(1, min(self.fuse_tokens, rows // 2))
+
+    def fuse_up_to(self, rows: int) -> None:
+        """Bring tasks together in passes of up to `rows` from here on, or of fewer where such have failed."""
+        self.fuse_tokens = rows if self._fused_at_most is None else min(rows, self._fused_at_most)
 
     def schedule(self, participants: Sequence[Participant], kind: WorkKind = "train") -> RoundSchedule:
         """A round of these participants under the engine's policy."""
         self._rounds += 1
+        if self.policy == "muxtune" and self.planning is not None and kind == "train":
+            tasks = [task for task in self.tasks.values() if task.data.train and not task.status.final]
+            running = [task for task in tasks if task.runnable]
+            held = [task for task in tasks if not task.runnable]
+            return self._derive(self._rounds, participants, kind, self.planning.renew(running, held, self.fuse_tokens))
         return self._derive(self._rounds, participants, kind)
 
-    def _derive(self, number: int, participants: Sequence[Participant], kind: WorkKind) -> RoundSchedule:
+    def ready_to_plan(self) -> None:
+        """Have what plans are made on; without it the first plan waits for that."""
+        if self.planning is not None:
+            self.planning.cost()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return self.planning.plan if self.planning is not None else None
+
+    def _derive(
+        self, number: int, participants: Sequence[Participant], kind: WorkKind, plan: Plan | None = None
+    ) -> RoundSchedule:
         return derive_round(
             number,
             participants,
@@ -179,6 +215,7 @@ class Engine:
             fuse_tokens=self.fuse_tokens,
             kind=kind,
             recompute=self.recompute,
+            plan=plan,
         )
 
     def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:

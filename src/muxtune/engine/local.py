@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,18 +25,34 @@ from muxtune.data.manifest import BaseIdentity, TrainingManifest
 from muxtune.data.prepare import PreparedJob, Preparer, prompt_ids
 from muxtune.data.render import Renderer
 from muxtune.engine.adapters import Voice, base_voice, read_stored, require_adapter
-from muxtune.engine.arguments import Prompt, as_count, as_job, as_number, as_path, as_prompt, as_requests
+from muxtune.engine.arguments import (
+    Prompt,
+    as_count,
+    as_device,
+    as_dtype,
+    as_job,
+    as_number,
+    as_path,
+    as_prompt,
+    as_requests,
+)
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
+from muxtune.engine.planning import Planning
+from muxtune.engine.profile_cache import kept_table
+from muxtune.engine.profiler import BUDGET_S, measure
 from muxtune.engine.references import ReferenceCache, References, ground_of
 from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
 from muxtune.errors import ConfigError, StateError, TaskError
+from muxtune.models.backbone import Backbone
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.peft.folder import require_free, write_adapter, writing
 from muxtune.peft.registry import give, payload, start_from
+from muxtune.plan.memory import MemoryModel
+from muxtune.plan.profile import OperatorTable
 from muxtune.plan.types import Policy
 from muxtune.spec.event import StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
@@ -47,8 +64,12 @@ class LocalEngine(Engine):
     device, dtype: `auto` is cuda with bf16 if there, else the CPU with fp32.
     threads: of the CPU; None as torch chooses. It is part of what makes two runs equal bit for bit.
     num_hidden_layers: keep the first layers only, for fast checks.
+    policy: who runs with whom; no result depends on it. `muxtune` plans with what operators cost on this device, which
+        is measured when it is first needed, and kept.
+    memory: what there is to plan with; without it only `fuse_tokens` bounds a pass.
     fuse_tokens: rows that the tasks of one micro-batch may bring together; bounds the activation memory.
     recompute: as for `Engine`: less memory for more time, the same bits.
+    notice: told what takes a while, in words, and "" when that is done.
     """
 
     def __init__(
@@ -58,15 +79,18 @@ class LocalEngine(Engine):
         device: str = "auto",
         dtype: DTypeName = "auto",
         threads: int | None = None,
-        policy: Policy = "fuse-all",
+        policy: Policy = "muxtune",
+        memory: MemoryModel | None = None,
         num_hidden_layers: int | None = None,
         fuse_tokens: int = DEFAULT_FUSE_TOKENS,
         plain: bool = False,
         recompute: bool = False,
         cache_dir: Path | None = None,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(as_count(threads, "threads"))
+        device, dtype = as_device(device), as_dtype(dtype)
         cache = cache_dir or default_cache_dir()
         if not isinstance(base_model, ModelFolder):
             name = base_model if isinstance(base_model, str) else str(as_path(base_model, "base_model"))
@@ -77,9 +101,11 @@ class LocalEngine(Engine):
         ground = ground_of(
             self.base.weights_sha256, backbone.dtype, backbone.device, torch.get_num_threads(), num_hidden_layers, plain
         )
+        table = partial(_table, backbone, cache, self.base.public_name, notice)
         super().__init__(
             backbone,
             policy=policy,
+            planning=Planning(table, memory or MemoryModel(), backbone.places, recompute=recompute),
             fuse_tokens=fuse_tokens,
             plain=plain,
             recompute=recompute,
@@ -283,3 +309,16 @@ class LocalEngine(Engine):
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.preparer.tokenizer.decode(list(ids))
+
+
+def _table(backbone: Backbone, cache: Path, model: str, notice: Callable[[str], None]) -> OperatorTable:
+    """The kept operator table, or a new one."""
+
+    def measuring(backbone: Backbone, *, model: str) -> OperatorTable:
+        notice(f"measuring once what operators cost here: about {BUDGET_S:.0f} s")
+        try:
+            return measure(backbone, model=model)
+        finally:
+            notice("")
+
+    return kept_table(backbone, cache, model=model, measuring=measuring).table

@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from muxtune.engine.advice import advice
 from muxtune.engine.engine import Engine
 from muxtune.engine.failure import Raised, brief
 from muxtune.engine.rounds import Parted, Round, run_round
 from muxtune.engine.task import Task
 from muxtune.errors import MuxTuneError
 from muxtune.plan.round import Participant
-from muxtune.plan.types import ItemOutcome, PairSums, RoundRecord, StepOutcome, WorkKind
+from muxtune.plan.types import ItemOutcome, PairSums, Plan, RoundRecord, StepOutcome, WorkKind
 from muxtune.spec.event import EvalResult, Rewards, RunEvent, StepResult, TaskEvent
 from muxtune.spec.status import JobStatus
 
@@ -38,12 +39,36 @@ class Folder(Protocol):
     def complete(self, task: Task) -> str: ...
 
 
+class Queue(Protocol):
+    """Tasks that are still to come (`muxtune.engine.waves`)."""
+
+    @property
+    def waiting(self) -> int:
+        """How many."""
+        ...
+
+    def start(self) -> Iterator[RunEvent]:
+        """Detach tasks that have ended, attach those whose turn it is. With nothing running, one at least comes or
+        fails."""
+        ...
+
+
+class _Nobody:
+    """A queue of none."""
+
+    waiting = 0
+
+    def start(self) -> Iterator[RunEvent]:
+        return iter(())
+
+
 class Runner:
     """Args:
     folders: where each task writes, by name; a task without one writes nothing.
     stop: asked before each round; true ends the run after saving a checkpoint of every task.
     sampler: asked for replies to a job's `sample_prompts` whenever the task is evaluated, or at its end.
-    trace: handed the record of everything that is executed.
+    trace: handed the record of everything that is executed, and before it the plan, where that is a new one.
+    queue: asked at each step boundary for the tasks that start there.
     fair: picks a round's participants among the tasks that could run, at least one; all, by default. Who is left out
         goes on in a later round with the bits it would have had in this one.
     clock: seconds, monotonic.
@@ -56,7 +81,8 @@ class Runner:
         folders: Mapping[str, Folder] | None = None,
         stop: Callable[[], bool] = lambda: False,
         sampler: Sampler = lambda task: (),
-        trace: Callable[[RoundRecord], None] = lambda record: None,
+        trace: Callable[[RoundRecord | Plan], None] = lambda record: None,
+        queue: Queue | None = None,
         fair: Fairness = lambda tasks: tasks,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,13 +91,15 @@ class Runner:
         self._stop = stop
         self._sampler = sampler
         self._trace = trace
+        self._queue = queue or _Nobody()
         self._fair = fair
         self._clock = clock
+        self._plan: Plan | None = None
         self._saved_at = {name: clock() for name in engine.tasks}
         self.interrupted = False
 
     def run(self) -> Iterator[RunEvent]:
-        """Yield events until no attached task has a step left, or `stop` says so."""
+        """Yield events until no task, attached or to come, has a step left, or `stop` says so."""
         try:
             for event in self._events():
                 folder = self._folders.get(event.task)
@@ -82,22 +110,45 @@ class Runner:
             self._engine.references.save()
 
     def _events(self) -> Iterator[RunEvent]:
-        for task in self._each(self._tasks(), lambda task: task.status is JobStatus.QUEUED):
-            if task.step >= task.total_steps:
-                yield from self._complete(task)
-        while any(task.runnable for task in self._tasks()):
+        """Holds no task while the queue is asked: what has been detached is to be free then."""
+        yield from self._complete_done()
+        while self._runnable or self._queue.waiting:
             if self._stop():
                 self.interrupted = True
                 break
-            for task in self._each(self._tasks(), lambda task: task.runnable and task.status is JobStatus.QUEUED):
-                task.become(JobStatus.RUNNING)
-                yield TaskEvent("resumed" if task.step else "started", task.name, task.step)
-            if participants := self._participants():
-                yield from self._after(self._run([task.participant() for task in participants]))
+            if left := self._queue.waiting:
+                yield from self._queue.start()
+                yield from self._complete_done()
+                if not self._runnable and self._queue.waiting == left:  # all that are attached have been paused
+                    break
+            yield from self._begin()
+            yield from self._round()
         yield from self._set_aside()
+
+    def _begin(self) -> Iterator[RunEvent]:
+        for task in self._each(self._tasks(), lambda task: task.runnable and task.status is JobStatus.QUEUED):
+            task.become(JobStatus.RUNNING)
+            yield TaskEvent("resumed" if task.step else "started", task.name, task.step)
+
+    def _round(self) -> Iterator[RunEvent]:
+        if participants := self._participants():
+            yield from self._after(self._run([task.participant() for task in participants]))
+
+    @property
+    def _runnable(self) -> bool:
+        return any(task.runnable for task in self._tasks())
+
+    def _complete_done(self) -> Iterator[RunEvent]:
+        """Those that come with all their steps done."""
+        for task in self._each(self._tasks(), lambda task: task.status is JobStatus.QUEUED):
+            if task.step >= task.total_steps:
+                yield from self._complete(task)
 
     def _run(self, participants: Sequence[Participant], kind: WorkKind = "train") -> Round:
         found = run_round(self._engine, participants, kind)
+        if self._engine.plan is not None and self._engine.plan is not self._plan:
+            self._plan = self._engine.plan
+            self._trace(self._plan)
         for record in (*found.referred, *found.records):
             self._trace(record)
         return found
@@ -175,6 +226,8 @@ class Runner:
     def _fail(self, task: Task, error: str, **more: str) -> TaskEvent:
         task.become(JobStatus.FAILED)
         code, _, message = error.partition(": ")
+        if hint := advice(code, task.step, task.learning_rate()):
+            more["hint"] = hint
         return TaskEvent("failed", task.name, task.step, message, {"code": code, **more})
 
     def _complete(self, task: Task) -> Iterator[RunEvent]:

@@ -10,58 +10,70 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from muxtune.errors import ConfigError
-from muxtune.models.memory import Footprint
 
 if TYPE_CHECKING:
     from muxtune.engine.admission import Admission, JobSize
+    from muxtune.engine.room import Room
 
 _SHOWN = 3  # names of jobs in one sentence
 
 
-def too_large(
-    size: JobSize, model: Footprint, sizes: Sequence[JobSize], limit_bytes: int, process_bytes: int
-) -> ConfigError:
-    """What is said of one job beside `sizes`, itself among them; what to do is added when that is known."""
-    states = sum(one.held_bytes for one in sizes)
-    left = limit_bytes - process_bytes - model.weights_bytes - states
+def too_large(size: JobSize, room: Room) -> ConfigError:
+    """What is said of one job that has no room even alone; what to do is added when that is known."""
     return ConfigError(
         f"does not fit into memory: its longest batch ({size.widest:,} tokens at once) needs about "
-        f"{size_text(size.activation_bytes)}{' with recomputation' * model.recompute}; "
-        f"of {size_text(limit_bytes)} there are {size_text(max(0, left))} left beside the process "
-        f"({size_text(process_bytes)}), the base model ({size_text(model.weights_bytes)}) and "
-        f"{len(sizes)} adapter{'s' * (len(sizes) != 1)} ({size_text(states)})",
+        f"{size_text(size.activation_bytes)}{' with recomputation' * room.model.recompute}; {_left(room, [size])}",
         where=f"jobs.{size.job.name}",
+    )
+
+
+def waits(size: JobSize, running: Sequence[JobSize], before: Sequence[JobSize], room: Room) -> str:
+    """What is said of one job that has no room beside those that start, `before` which others wait."""
+    batch = max(one.activation_bytes for one in (*running, size))
+    line = f"; {before[0].job.name} is next in line" if before else ""
+    if room.fits([*running, size]):
+        return f"waits for its turn: it would keep {before[0].job.name}, which comes before it, from its own"
+    return (
+        f"waits for memory: its adapter ({size_text(size.held_bytes)}) and a batch as wide as it or the others have "
+        f"({size_text(batch)}) need about {size_text(size.held_bytes + batch)}; {_left(room, running)}{line}"
+    )
+
+
+def _left(room: Room, sizes: Sequence[JobSize]) -> str:
+    return (
+        f"of {size_text(room.limit_bytes)} there are {size_text(max(0, room.left_bytes(sizes)))} left beside the "
+        f"process ({size_text(room.process_bytes)}), the base model ({size_text(room.model.weights_bytes)}) and "
+        f"{len(sizes)} adapter{'s' * (len(sizes) != 1)} ({size_text(sum(one.held_bytes for one in sizes))})"
     )
 
 
 def all_too_large(found: Admission) -> ConfigError:
     """What is said of several jobs, once."""
-    short, everyone = found.short, (*found.sizes, *found.short)
+    short, jobs = found.short, len(found.sizes) + len(found.waiting) + len(found.short)
     names = ", ".join(size.job.name for size in short[:_SHOWN]) + f" and {len(short) - _SHOWN} more" * (
         len(short) > _SHOWN
     )
-    left = max(0, found.limit_bytes - found.process_bytes - found.model.weights_bytes)
-    adapters, batch = sum(one.held_bytes for one in everyone), max(one.activation_bytes for one in everyone)
+    least = min(short, key=lambda size: size.alone_bytes)
     return ConfigError(
-        f"{len(short)} of {len(everyone)} jobs do not fit into memory ({names}): of {size_text(found.limit_bytes)} "
-        f"there are {size_text(left)} left beside the process ({size_text(found.process_bytes)}) and the base model "
-        f"({size_text(found.model.weights_bytes)}), for all adapters ({size_text(adapters)}) and "
-        f"the longest batch of any ({size_text(batch)})",
+        f"{len(short)} of {jobs} jobs do not fit into memory, not even alone ({names}): of "
+        f"{size_text(found.limit_bytes)} there are {size_text(max(0, found.room.left_bytes([])))} left beside the "
+        f"process ({size_text(found.process_bytes)}) and the base model ({size_text(found.model.weights_bytes)}); "
+        f"the least that one of them needs is {size_text(least.alone_bytes)}, for its adapter "
+        f"({size_text(least.held_bytes)}) and its longest batch ({size_text(least.activation_bytes)})",
         where="jobs",
         hint=what_to_do(found),
     )
 
 
 def what_to_do(found: Admission) -> str:
-    """Shorter sequences and fewer jobs help only where there is some memory beside the process and the base model."""
-    jobs = len(found.sizes) + len(found.short)
+    """Shorter sequences help only where there is some memory beside the process, the base model and an adapter."""
+    jobs = len(found.sizes) + len(found.waiting) + len(found.short)
     least = (
         f"memory_limit: {_limit_text(found.least_bytes)} is the least that works{f' for all {jobs} jobs' * (jobs > 1)}"
     )
-    left = found.limit_bytes - found.process_bytes - found.model.weights_bytes
-    if left <= min(size.held_bytes for size in found.short):
+    if found.room.left_bytes([]) <= min(size.held_bytes for size in found.short):
         return f"give it more memory: {least}"
-    return f"lower max_length{' or the number of jobs' * (jobs > 1)}, or give it more memory: {least}"
+    return f"lower max_length, or give it more memory: {least}"
 
 
 def rounded_up(size_bytes: int) -> int:

@@ -189,7 +189,7 @@ def standing_of(path: Path) -> Standing:
     )
 
 
-def adapter_damage(path: Path, standing: Standing) -> str | None:
+def adapter_damage(path: Path, standing: Standing, sha256: Callable[[Path], str] = file_sha256) -> str | None:
     """What is wrong with the adapter of a completed run, None where it is whole.
 
     Its files are all there, its JSON is JSON, and its tensors are those that were written; what of the text in them has
@@ -205,7 +205,7 @@ def adapter_damage(path: Path, standing: Standing) -> str | None:
             pass
     except AdapterError as error:
         return f"{Path(error.where or name).name} is damaged ({error.message})"
-    if standing.weights and standing.weights != file_sha256(path / WEIGHTS_FILE):
+    if standing.weights and standing.weights != sha256(path / WEIGHTS_FILE):
         return f"{WEIGHTS_FILE} is damaged (it is not what was written)"
     return None
 

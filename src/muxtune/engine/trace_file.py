@@ -1,20 +1,22 @@
 """The traces of an output folder: a file for each process that trained into it, in `.muxtune.trace`.
 
-A line is written and flushed after each round; it is what ran, not what a resume needs, so it is not made durable and a
-line that a kill cut off is passed over when read.
+A line is written and flushed after each round, and before it where a new plan is in force. It is what ran, not what a
+resume needs, so it is not made durable and a line that a kill cut off is passed over when read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self, TextIO, TypeVar
 
 from muxtune.durable import make_folder
-from muxtune.plan.trace import from_line, to_line
-from muxtune.plan.types import RoundRecord
+from muxtune.plan.trace import from_line, plan_from_line, plan_to_line, to_line
+from muxtune.plan.types import Plan, RoundRecord
+
+Found = TypeVar("Found")
 
 FOLDER = ".muxtune.trace"
 
@@ -37,12 +39,12 @@ class TraceFile:
         except OSError:
             return cls(path, None)
 
-    def append(self, record: RoundRecord) -> None:
+    def append(self, record: RoundRecord | Plan) -> None:
         """Write one line."""
         if self._file is None:
             return
         try:
-            self._file.write(to_line(record))
+            self._file.write(plan_to_line(record) if isinstance(record, Plan) else to_line(record))
             self._file.flush()
         except OSError:
             self._file = None
@@ -59,10 +61,19 @@ class TraceFile:
 
 def read_traces(output_dir: Path) -> Iterator[RoundRecord]:
     """All records of a run's folder, in the order in which they were written."""
+    yield from _read(output_dir, from_line)
+
+
+def read_plans(output_dir: Path) -> Iterator[Plan]:
+    """The plans that were in force, one after another."""
+    yield from _read(output_dir, plan_from_line)
+
+
+def _read(output_dir: Path, parse: Callable[[str], Found]) -> Iterator[Found]:
     for path in sorted((output_dir / FOLDER).glob("*.jsonl")):
         with open(path, encoding="utf-8") as file:
             for line in file:
                 try:
-                    yield from_line(line)
+                    yield parse(line)
                 except ValueError:
                     continue

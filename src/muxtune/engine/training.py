@@ -2,9 +2,13 @@
 
     plan      each job's folder is new, continued, finished already, or in the way (`muxtune.engine.begin`)
     prepare   all data is read and tokenised; nothing has been loaded or written yet
-    admit     what cannot fit into memory is refused, with the numbers
-    start     the backbone is loaded, every job attached, then the folders are made
-    events    the round loop
+    admit     what cannot fit into memory is refused, with the numbers; what does not fit beside the others will wait
+    start     the backbone is loaded, every job attached - one that waits only to see that it can be -, then the folders
+              are made
+    events    the round loop, which starts those that wait as others end (`muxtune.engine.waves`)
+
+Every job has its folder from the start: one that waits is there as one is that stopped before its first step, so a
+second run refuses it, `--resume` goes on with it and `--overwrite` removes it, whenever the process ends.
 
 A job that is wrong stops the run before anything trains - or, with `keep_going`, fails alone. The command line and
 `muxtune.train` are two callers of this.
@@ -16,8 +20,7 @@ have been the machine's; where it was the job's own (its loss turned NaN) it fai
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,15 +32,17 @@ from muxtune.data.prepare import PreparedJob, Preparer
 from muxtune.durable import discard, make_folder, sweep, try_folder
 from muxtune.engine import checkpoint
 from muxtune.engine.adapters import require_adapter
-from muxtune.engine.admission import Admission, JobSize, admit
-from muxtune.engine.begin import Failure, PlannedJob, plan_job
-from muxtune.engine.checkpoint import Ground
+from muxtune.engine.admission import Admission, admit
+from muxtune.engine.begin import Failure, FileHashes, PlannedJob, plan_job
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.local import LocalEngine
+from muxtune.engine.planning import memory_model
 from muxtune.engine.runner import Runner
+from muxtune.engine.starting import Admitted, Ready, check, opening, start
 from muxtune.engine.task import Task
-from muxtune.engine.task_folder import CHECKPOINTS, Origin, TaskFolder, load_checkpoint
+from muxtune.engine.task_folder import CHECKPOINTS, Origin, TaskFolder
 from muxtune.engine.trace_file import TraceFile
+from muxtune.engine.waves import Waves
 from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import footprint, memory_here
@@ -47,19 +52,6 @@ from muxtune.spec.job import JobSpec
 from muxtune.spec.run import RunSpec
 
 LOCK = ".muxtune.lock"
-_RECOMPUTED = "memory is too small to keep activations: they are computed twice, which takes about 40 % longer"
-
-
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """An attached task, at its newest checkpoint if it has one; `passed_over` says which newer ones are damaged."""
-
-    plan: PlannedJob
-    prepared: PreparedJob
-    size: JobSize
-    task: Task
-    ground: Ground
-    passed_over: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -69,6 +61,7 @@ class TrainingRun:
     keep_going: let a job with bad data or settings fail alone.
     stop: asked at each round; true checkpoints every task and ends the run.
     num_hidden_layers: cut the base model, for fast checks.
+    notice: told what takes a while, in words, and "" when that is done.
     locate: tells a job's error where in a file its key was given (ResolvedRun.locate).
     """
 
@@ -80,7 +73,9 @@ class TrainingRun:
     cache_dir: Path | None = None
     num_hidden_layers: int | None = None
     locate: Callable[[MuxTuneError], None] = lambda error: None
+    notice: Callable[[str], None] = lambda text: None
     failures: list[Failure] = field(default_factory=list)  # jobs that could not begin; set while `events` runs
+    _hashes: FileHashes = field(default_factory=FileHashes, init=False, repr=False)
 
     def plan(self) -> tuple[list[PlannedJob], list[Failure]]:
         """How each job begins; touches nothing.
@@ -94,7 +89,7 @@ class TrainingRun:
         for job in self.run.jobs:
             folder = Path(self.run.output_dir) / job.name
             try:
-                planned.append(plan_job(job, folder, now, resume=self.resume, overwrite=self.overwrite))
+                planned.append(plan_job(job, folder, now, self._hashes, resume=self.resume, overwrite=self.overwrite))
             except (ConfigError, CheckpointError) as error:
                 failures.append(Failure(job, error, checkpoint.latest_step(folder / CHECKPOINTS) or 0))
         if failures and not self.keep_going:
@@ -150,8 +145,11 @@ class TrainingRun:
             if prepared:
                 yield from self._train({plan.job.name: plan for plan in planned}, prepared, base)
 
-    def admit(self, prepared: list[PreparedJob], base: ModelFolder) -> Admission:
-        """What the jobs need of memory, and who is refused. Raises the first refusal unless `keep_going`."""
+    def admit(self, prepared: list[PreparedJob], base: ModelFolder, planned: Sequence[PlannedJob] = ()) -> Admission:
+        """What the jobs need of memory, who waits, and who is refused; `planned` tells how far each has come.
+
+        Raises the first refusal unless `keep_going`.
+        """
         device = choose_device(self.run.device)
         dtype = choose_dtype(self.run.dtype, device)
         used, free = memory_here(device)
@@ -164,6 +162,7 @@ class TrainingRun:
             limit_bytes=limit,
             process_bytes=used,
             memory_limit=self.run.memory_limit,
+            done={plan.job.name: plan.progress.step for plan in planned},
         )
         for _, error in admission.refused:
             self.locate(error)
@@ -175,10 +174,9 @@ class TrainingRun:
         self, plans: dict[str, PlannedJob], prepared: list[PreparedJob], base: ModelFolder
     ) -> Iterator[RunEvent]:
         run = self.run
-        admission = self.admit(prepared, base)
+        admission = self.admit(prepared, base, list(plans.values()))
         yield from self._fail([Failure(job, error, plans[job.name].progress.step) for job, error in admission.refused])
-        admitted = {size.job.name: size for size in admission.sizes}
-        if not admitted:
+        if not admission.sizes:
             return
         engine = LocalEngine(
             base,
@@ -186,70 +184,93 @@ class TrainingRun:
             dtype=run.dtype,
             threads=run.threads,
             policy=run.policy,
+            memory=memory_model(
+                admission.model, process_bytes=admission.process_bytes, limit_bytes=admission.limit_bytes
+            ),
             fuse_tokens=admission.fuse_tokens,
             recompute=admission.model.recompute,
             num_hidden_layers=self.num_hidden_layers,
             cache_dir=self._cache,
+            notice=self.notice,
         )
-        failures: list[Failure] = []
-        started: list[_Started] = []
-        for job in prepared:
-            if job.job.name not in admitted:
-                continue
-            try:
-                started.append(_start(engine, plans[job.job.name], job, admitted[job.job.name]))
-            except MuxTuneError as error:
-                failures.append(Failure(job.job, error, plans[job.job.name].progress.step))
-        if failures and not self.keep_going:
-            raise _first_of(failures)
-        folders, unopened = self._open(started, engine)
-        yield from self._fail([*failures, *unopened])
-        for one in started:
-            if one.task.name not in folders:
-                continue
-            for event in _opening(one, recompute=admission.model.recompute):
-                folders[one.task.name].record(event)
-                yield event
+        if run.policy == "muxtune" and len(admission.sizes) > 1:
+            engine.ready_to_plan()  # measured now where it must be, not in the first round
+        folders, queue = yield from self._begin(engine, admission, plans, prepared)
 
         def sample(task: Task) -> list[tuple[str, str]]:
             prompts = task.job.sample_prompts
             return list(zip(prompts, engine.generate([(task, prompt) for prompt in prompts]), strict=True))
 
         with TraceFile.begin(Path(run.output_dir)) as trace:
-            runner = Runner(engine, folders=folders, stop=self.stop, sampler=sample, trace=trace.append)
+            runner = Runner(engine, folders=folders, stop=self.stop, sampler=sample, trace=trace.append, queue=queue)
             yield from runner.run()
+
+    def _begin(
+        self,
+        engine: LocalEngine,
+        admission: Admission,
+        plans: dict[str, PlannedJob],
+        prepared: list[PreparedJob],
+    ) -> Generator[RunEvent, None, tuple[dict[str, TaskFolder], Waves]]:
+        """Start those that start now, see that the others can, and open the folders of all."""
+        sizes = {size.job.name: size for size in (*admission.waiting, *admission.sizes)}
+        data = {one.job.name: one for one in prepared}
+        first = {size.job.name for size in admission.sizes}
+        fitting = {size.job.peft.model_dump_json() for size in admission.sizes}
+        ready: dict[str, Ready] = {}
+        failures: list[Failure] = []
+        for name, size in sizes.items():  # those that wait come first, while there is room for them
+            job = Admitted(plans[name], data[name], size)
+            try:
+                ready[name] = start(engine, job) if name in first else check(engine, job, fitting)
+            except MuxTuneError as error:
+                failures.append(Failure(job.plan.job, error, job.plan.progress.step))
+        if failures and not self.keep_going:
+            raise _first_of(failures)
+        folders, unopened = self._open([ready[name] for name in data if name in ready], engine)
+        yield from self._fail([*failures, *unopened])
+        running = [ready[name] for name in folders if name in first]
+        waiting = [ready[name] for name in folders if name not in first]
+        queue = Waves(engine, admission.room, [one.job.size for one in running], waiting, self._fail)
+        for one in running:
+            for event in opening(one, recompute=admission.model.recompute):
+                folders[one.name].record(event)
+                yield event
+        for event in queue.announce():
+            folders[event.task].record(event)
+            yield event
+        return folders, queue
 
     def _fail(self, failures: list[Failure]) -> Iterator[TaskEvent]:
         self.failures += failures
         for failure in failures:
             yield TaskEvent("failed", failure.job.name, failure.step, failure.told, {"code": failure.error.code})
 
-    def _open(self, started: Sequence[_Started], engine: LocalEngine) -> tuple[dict[str, TaskFolder], list[Failure]]:
+    def _open(self, ready: Sequence[Ready], engine: LocalEngine) -> tuple[dict[str, TaskFolder], list[Failure]]:
         """The folders to train into: what is overwritten goes, all of it first, then folders are made or reopened.
 
         Where one cannot be and `keep_going`, its task is detached.
         """
 
         if self.overwrite:
-            for one in started:
-                discard(one.plan.folder)
+            for one in ready:
+                discard(one.job.plan.folder)
         folders: dict[str, TaskFolder] = {}
         failures: list[Failure] = []
-        for one in started:
-            plan, task = one.plan, one.task
+        for one in ready:
+            plan = one.job.plan
             origin = Origin(plan.job, plan.created, one.ground.base, self.run.base_model)
             try:
                 if plan.begin == "continue":
-                    folders[task.name] = TaskFolder.reopen(
-                        plan.folder, origin, one.ground, engine.export, step=task.step
-                    )
+                    folders[one.name] = TaskFolder.reopen(plan.folder, origin, one.ground, engine.export, step=one.step)
                 else:
-                    folders[task.name] = TaskFolder.create(plan.folder, origin, one.ground, engine.export)
+                    folders[one.name] = TaskFolder.create(plan.folder, origin, one.ground, engine.export)
             except MuxTuneError as error:
                 if not self.keep_going:
                     raise
-                engine.detach(task)
-                failures.append(Failure(plan.job, error, task.step))
+                if one.name in engine.tasks:
+                    engine.detach(one.name)
+                failures.append(Failure(plan.job, error, one.step))
         return folders, failures
 
     @contextmanager
@@ -298,63 +319,10 @@ def _check_start(job: JobSpec) -> None:
         raise AdapterError(error.message, where=where, hint=error.hint) from None
 
 
-def _start(engine: LocalEngine, plan: PlannedJob, prepared: PreparedJob, size: JobSize) -> _Started:
-    """Attach the job and put it where its newest whole checkpoint left off; writes nothing.
-
-    Raises what `attach` raises, CheckpointError, and ConfigError where it has begun with larger chunks than fit now;
-    the task is not attached then.
-    """
-    task = engine.attach(plan.job, prepared, chunk_tokens=size.chunk_tokens)
-    try:
-        ground = Ground(engine.base.weights_sha256, str(engine.backbone.dtype).removeprefix("torch."), _begins_at(task))
-        found = load_checkpoint(plan.folder) if plan.begin == "continue" else None
-        if found is not None:
-            checkpoint.restore(task, found, ground)
-            _check_chunks(task, size)
-    except MuxTuneError:
-        engine.detach(task)
-        raise
-    return _Started(plan, prepared, size, task, ground, found.passed_over if found is not None else ())
-
-
-def _check_chunks(task: Task, size: JobSize) -> None:
-    if task.chunk_tokens > size.chunk_tokens:
-        raise ConfigError(
-            f"job {task.name!r} has begun with chunks of {task.chunk_tokens} tokens, which its results depend on; "
-            f"there is room for {size.chunk_tokens}",
-            where="memory_limit",
-            hint="give it as much memory as it began with, or start over with --overwrite",
-        )
-
-
 def _finished(plan: PlannedJob) -> TaskEvent:
     step = plan.progress.step
     data = {"earlier": True, "total_steps": step, **plan.progress.told()}
     return TaskEvent("completed", plan.job.name, step, str(plan.folder), data)
-
-
-def _opening(one: _Started, *, recompute: bool) -> Iterator[TaskEvent]:
-    """What is known of a task before its first round: its size, and what the user may not have wanted."""
-    task = one.task
-    known = one.plan.progress.told() if task.step == one.plan.progress.step else {}
-    yield TaskEvent("queued", task.name, task.step, data={"total_steps": task.total_steps, **known})
-    for warning in one.plan.warnings:
-        yield TaskEvent("warning", task.name, task.step, warning)
-    for reason in one.passed_over:
-        yield TaskEvent("warning", task.name, task.step, f"passed over {reason}")
-    recomputed = _RECOMPUTED if recompute else None
-    for warning in (*filter(None, [recomputed, one.size.warning]), *one.prepared.warnings):
-        yield TaskEvent("warning", task.name, task.step, warning)
-
-
-def _begins_at(task: Task) -> str:
-    """The hash of a fresh task's state where it comes from a folder; others follow from the seed."""
-    if task.job.adapter_path is None:
-        return ""
-    digest = hashlib.sha256()
-    for tensor in task.adapter.state().values():
-        digest.update(tensor.numpy().data)
-    return digest.hexdigest()
 
 
 def _check_base(planned: list[PlannedJob], base: ModelFolder) -> None:

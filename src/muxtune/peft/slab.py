@@ -5,14 +5,17 @@ read all of them and write all their gradients (`muxtune.peft.pair_stack`). An a
 attached, and its place is free again once nothing holds its parameters.
 
 Cost: address space. A slab has room for up to `MOST` adapters or `SLAB_BYTES`, but on a CPU the system gives memory to
-a place when it is first written, so an empty place costs none. Elsewhere it would: there nothing is moved.
+a place when it is first written, so an empty place costs none. Elsewhere it would: there nothing is moved. A place that
+is free again keeps its memory for the next adapter of its layout, until `trim` gives it back.
 """
 
 from __future__ import annotations
 
+import mmap
 import weakref
 
 import torch
+from torch import Tensor
 
 from muxtune.peft.base import Adapter, Slot
 from muxtune.peft.parameters import FlatParameters
@@ -30,8 +33,8 @@ class Slab:
         size = like.values.numel()
         self.distance = size  # elements from one adapter to the next
         capacity = max(1, min(MOST, SLAB_BYTES // max(1, size * like.values.element_size())))
-        self._values = torch.empty(capacity, size, dtype=like.values.dtype, device=like.values.device)
-        self._gradients = torch.empty_like(self._values)
+        (self._values, *values), (self._gradients, *gradients) = _buffer(like, capacity), _buffer(like, capacity)
+        self._pages = [*values, *gradients]
         self._free = set(range(capacity))
 
     @property
@@ -49,6 +52,15 @@ class Slab:
         parameters.move(self._values[place], self._gradients[place])
         weakref.finalize(parameters, self._free.add, place).atexit = False
         return place
+
+    def trim(self) -> None:
+        """Give the memory of free places back to the system: their whole pages. What they hold is lost."""
+        size_bytes = self.distance * self._values.element_size()
+        for place in self._free:
+            start = -(-place * size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = ((place + 1) * size_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            for pages in self._pages if length > 0 else ():
+                pages.madvise(mmap.MADV_DONTNEED, start, length)
 
 
 class Slabs:
@@ -70,3 +82,19 @@ class Slabs:
             slabs.append(found)
         self._slabs[layout] = slabs
         adapter.moved(Slot(found, found.take(parameters), found.distance))
+
+    def trim(self) -> None:
+        """As `Slab.trim`, of all of them."""
+        for slabs in self._slabs.values():
+            for slab in slabs:
+                slab.trim()
+
+
+def _buffer(like: FlatParameters, capacity: int) -> tuple[Tensor] | tuple[Tensor, mmap.mmap]:
+    """[capacity, numbers of `like`], and the pages it lies in where the system takes pages back."""
+    size, dtype, device = like.values.numel(), like.values.dtype, like.values.device
+    size_bytes = capacity * size * dtype.itemsize
+    if device.type != "cpu" or not size_bytes or not hasattr(mmap, "MADV_DONTNEED"):
+        return (torch.empty(capacity, size, dtype=dtype, device=device),)
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(capacity, size), pages

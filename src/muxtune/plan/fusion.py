@@ -96,14 +96,9 @@ def _runs(
     free_bytes: int | None,
     most_rows: int | None,
 ) -> list[_Run]:
-    segments, fits = _Segments(ordered, cost), _Fits(ordered, memory, free_bytes, most_rows)
-    runs = []
-    for stop in range(1, len(ordered) + 1):
-        first = fits.first(stop)
-        if first == stop:
-            raise _too_large(ordered[stop - 1], memory, free_bytes, most_rows)
-        runs.append(_Run(first, *segments.ending_at(stop, first)))
-    return runs
+    segments = _Segments(ordered, cost)
+    firsts = _firsts(ordered, memory, free_bytes, most_rows)
+    return [_Run(first, *segments.ending_at(stop, first)) for stop, first in enumerate(firsts, 1)]
 
 
 class _Segments:
@@ -152,37 +147,36 @@ class _Known:
         return found
 
 
-class _Fits:
-    """Whether runs of neighbours fit; a run that does not, does not with one more either."""
+def _firsts(
+    ordered: Sequence[TaskLoad], memory: MemoryModel, free_bytes: int | None, most_rows: int | None
+) -> list[int]:
+    """For each stop, the least start of a run [start, stop) that fits. Raises ConfigError where none does.
 
-    def __init__(
-        self, ordered: Sequence[TaskLoad], memory: MemoryModel, free_bytes: int | None, most_rows: int | None
-    ) -> None:
-        self._ordered = ordered
-        self._memory = memory
-        self._free_bytes = free_bytes
-        self._most_rows = most_rows
-        self._first = 0
-
-    def first(self, stop: int) -> int:
-        """The least start of a run [start, stop) that fits; `stop` where none does."""
-        rows = longest = 0
-        start = stop
-        while start > self._first:
-            rows += self._ordered[start - 1].peak_rows
-            longest = max(longest, self._ordered[start - 1].longest)
-            if not fits(self._memory, rows, longest, self._free_bytes, self._most_rows):
-                break
-            start -= 1
-        self._first = start  # one more task at the end can only need more
-        return start
+    A run that does not fit does not with one more task either, so starts never fall.
+    """
+    rows = np.cumsum([0, *(load.peak_rows for load in ordered)])
+    longest = np.array([load.longest for load in ordered], np.int64)
+    firsts, first = [], 0
+    for stop in range(1, len(ordered) + 1):
+        seen = np.maximum.accumulate(longest[first:stop][::-1])[::-1]
+        able = fits(memory, rows[stop] - rows[first:stop], seen, free_bytes, most_rows)
+        if not able[-1]:
+            raise _too_large(ordered[stop - 1], memory, free_bytes, most_rows)
+        first += int(able.argmax())
+        firsts.append(first)
+    return firsts
 
 
-def fits(memory: MemoryModel, rows: int, longest: int, free_bytes: int | None, most_rows: int | None) -> bool:
-    """Whether a pass does."""
-    if most_rows is not None and rows > most_rows:
-        return False
-    return free_bytes is None or memory.pass_bytes(rows, longest) <= free_bytes
+def fits(
+    memory: MemoryModel, rows: Counts, longest: Counts, free_bytes: int | None, most_rows: int | None
+) -> npt.NDArray[np.bool_]:
+    """Whether passes of so many rows do, whose longest sequences see so many positions."""
+    able = np.full(rows.shape, True)
+    if most_rows is not None:
+        able &= rows <= most_rows
+    if free_bytes is not None:
+        able &= memory.head_bytes + rows * (memory.row_bytes + memory.score_bytes * longest) <= free_bytes
+    return able
 
 
 def _too_large(load: TaskLoad, memory: MemoryModel, free_bytes: int | None, most_rows: int | None) -> ConfigError:

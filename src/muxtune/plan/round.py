@@ -3,15 +3,17 @@
 `fuse-all` fuses participants in space while their largest chunks together stay within `fuse_tokens` - the memory that
 one pass may take - and begins another hTask where they would not; hTasks run one after another. `padded` fuses in the
 same way, but pads every sequence of a pass to its longest, as systems without packing do. `sequential` runs each
-participant alone. Micro-batch c of an hTask is the c-th chunk of every member that still has one; but a pass trains or
-does not, so chunks that carry a cut sequence forward go first, without the others'. Each task is stepped as soon as its
-last chunk is done. Nothing here can change what a task computes: its chunks come ready-made.
+participant alone. `muxtune` fuses those that a `Plan` fuses, in its order and within the same bound; who is in no plan
+follows, fused as by `fuse-all`. Micro-batch c of an hTask is the c-th chunk of every member that still has one; but a
+pass trains or does not, so chunks that carry a cut sequence forward go first, without the others'. Each task is stepped
+as soon as its last chunk is done. Nothing here can change what a task computes: its chunks come ready-made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from muxtune.plan.types import (
     Action,
@@ -19,6 +21,7 @@ from muxtune.plan.types import (
     LossSpec,
     MicroBatch,
     OptimStep,
+    Plan,
     Policy,
     RoundSchedule,
     SequenceRef,
@@ -65,10 +68,11 @@ def derive_round(
     fuse_tokens: int,
     kind: WorkKind = "train",
     recompute: bool = False,
+    plan: Plan | None = None,
 ) -> RoundSchedule:
     """One optimizer step of each participant (or, for a forward-only `kind`, one pass over its chunks)."""
     actions: list[Action] = []
-    for htask, members in enumerate(fuse(participants, policy, fuse_tokens)):
+    for htask, members in enumerate(fuse(participants, policy, fuse_tokens, plan)):
         for number_in_htask, running in enumerate(_passes(members)):
             items = tuple(_item(member, chunk, kind) for member, chunk in running)
             width = max(member.longest(chunk) for member, chunk in running) if policy == "padded" else 0
@@ -91,18 +95,38 @@ def _passes(members: Sequence[Participant]) -> Iterator[list[tuple[Participant, 
             done[place] += 1
 
 
-def fuse(participants: Sequence[Participant], policy: Policy, fuse_tokens: int) -> list[list[Participant]]:
-    """hTasks in order: each participant alone, or as many neighbours as fit `fuse_tokens`."""
+def fuse(
+    participants: Sequence[Participant], policy: Policy, fuse_tokens: int, plan: Plan | None = None
+) -> list[list[Participant]]:
+    """hTasks in order: each participant alone, or as many neighbours - of those that the plan fuses - as fit
+    `fuse_tokens`."""
+    running = [participant for participant in participants if participant.chunks]
     if policy == "sequential":
-        return [[participant] for participant in participants if participant.chunks]
-    rows_of = _padded_rows if policy == "padded" else _packed_rows
-    htasks: list[list[Participant]] = []
-    for participant in participants:
-        if not participant.chunks:
-            continue
-        if not htasks or rows_of([*htasks[-1], participant]) > fuse_tokens:
+        return [[participant] for participant in running]
+    if policy == "padded":
+        return neighbours(running, _padded_rows, fuse_tokens)
+    return [htask for planned in _planned(running, plan) for htask in neighbours(planned, _packed_rows, fuse_tokens)]
+
+
+def _planned(participants: Sequence[Participant], plan: Plan | None) -> list[list[Participant]]:
+    """By the plan's hTasks, in its order; then all that are in none."""
+    by_name = {participant.task: participant for participant in participants}
+    groups = [[by_name.pop(name) for name in htask.tasks if name in by_name] for htask in (plan.htasks if plan else ())]
+    return [*filter(None, groups), list(by_name.values())]
+
+
+Member = TypeVar("Member")
+
+
+def neighbours(
+    members: Sequence[Member], rows_of: Callable[[Sequence[Member]], int], most_rows: int | None
+) -> list[list[Member]]:
+    """In order, as many together as have no more than `most_rows` rows."""
+    htasks: list[list[Member]] = []
+    for member in members:
+        if not htasks or (most_rows is not None and rows_of([*htasks[-1], member]) > most_rows):
             htasks.append([])
-        htasks[-1].append(participant)
+        htasks[-1].append(member)
     return htasks
 
 

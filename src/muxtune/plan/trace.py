@@ -1,6 +1,7 @@
 """The trace of a run: its `RoundRecord`s as lines of JSON, in the schedule's own vocabulary.
 
-A line is one executed schedule: what it said and what ran when, times in seconds since that round began. Fields that
+A line is one executed schedule: what it said and what ran when, times in seconds since that round began - or a plan,
+which was in force for the rounds after it. Fields that
 have their default are left out, and numbers that are not finite are null. Log-probabilities are not kept: one number a
 token would make the trace larger than the data.
 """
@@ -16,11 +17,13 @@ from typing import Any
 from muxtune.plan.types import (
     Action,
     ActionRecord,
+    HTask,
     ItemOutcome,
     LossSpec,
     MicroBatch,
     OptimStep,
     PairSums,
+    Plan,
     RoundRecord,
     RoundSchedule,
     SequenceRef,
@@ -42,6 +45,21 @@ def from_line(line: str) -> RoundRecord:
         return RoundRecord(schedule, tuple(map(_action_record, found.get("actions", ()))), found["wall_s"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not the record of a round: {error}") from None
+
+
+def plan_to_line(plan: Plan) -> str:
+    """One line, its end included."""
+    return json.dumps({"plan": _plain(plan)}, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def plan_from_line(line: str) -> Plan:
+    """What `plan_to_line` wrote. Raises ValueError for anything else."""
+    try:
+        found = json.loads(line)["plan"]
+        htasks = tuple(HTask(**{**one, "tasks": tuple(one["tasks"])}) for one in found["htasks"])
+        return Plan(**{**found, "htasks": htasks, "buckets": tuple(map(tuple, found["buckets"]))})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a plan: {error}") from None
 
 
 def _plain(value: object) -> Any:

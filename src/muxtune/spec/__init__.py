@@ -4,6 +4,7 @@ The values flow one way: a config file (load.py) or Python builds frozen specs; 
 run tells back is in event.py.
 """
 
+from muxtune.spec.cluster import ClusterSpec, Link, load_cluster
 from muxtune.spec.dataset import Dataset, Validation
 from muxtune.spec.event import EvalResult, EventKind, RunEvent, StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
@@ -32,12 +33,14 @@ __all__ = [
     "IA3",
     "BitFit",
     "Bottleneck",
+    "ClusterSpec",
     "Dataset",
     "EvalResult",
     "EventKind",
     "Job",
     "JobSpec",
     "JobStatus",
+    "Link",
     "LnTuning",
     "Lora",
     "PeftSpec",
@@ -53,6 +56,7 @@ __all__ = [
     "Validation",
     "changed_keys",
     "check_resume",
+    "load_cluster",
     "load_run",
     "lr_at",
     "render_json",

@@ -71,9 +71,9 @@ def load_run(path: str | os.PathLike[str], sets: Sequence[str] = ()) -> Resolved
     )
     tables = {draft.name: _finished(draft, os.path.dirname(source)) for draft in drafts}
     _check_any_job(drafts, tables)
-    jobs = tuple(_validated(JobSpec, tables[draft.name], draft.at) for draft in drafts)
+    jobs = tuple(validated(JobSpec, tables[draft.name], draft.at) for draft in drafts)
     table = without_nulls(Table({key: node for key, node in top.entries.items() if key in RUN_KEYS}, top.origin))
-    run = _validated(RunSpec, replace(table, origin=Origin(source)), "", jobs=jobs)
+    run = validated(RunSpec, replace(table, origin=Origin(source)), "", jobs=jobs)
     return ResolvedRun(run, merge(table, Table({"jobs": Table(dict(tables))})))
 
 
@@ -112,7 +112,8 @@ def _with_short_name(table: Table) -> Table:
     return replace(table, entries={**table.entries, "peft": peft})
 
 
-def _validated(cls: type[_S], table: Table, at: str, **extra: object) -> _S:
+def validated(cls: type[_S], table: Table, at: str, **extra: object) -> _S:
+    """The spec that a table describes; `at` is the table's place in errors. Raises ConfigError, with file and line."""
     values = plain(table)
     assert isinstance(values, dict)
     try:

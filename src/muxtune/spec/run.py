@@ -1,6 +1,6 @@
 """RunSpec: one backbone, the jobs that train on it, and how the machine is used. Validated, frozen, JSON round trip.
 
-What nothing implements yet (policies beyond the two below, several devices) is refused, never ignored.
+What nothing implements yet (several devices) is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ _DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 Policy = Annotated[
-    Literal["sequential", "fuse-all", "padded"],
-    BeforeValidator(choice("sequential", "fuse-all", "padded", later=("muxtune",))),
+    Literal["sequential", "fuse-all", "padded", "muxtune"],
+    BeforeValidator(choice("sequential", "fuse-all", "padded", "muxtune")),
 ]
-DType = Annotated[
-    Literal["auto", "fp32", "bf16", "fp64"],
-    BeforeValidator(choice("auto", "fp32", "bf16", "fp64", aliases=_DTYPE_ALIASES, later=("fp16", "float16"))),
-]
+read_dtype = choice("auto", "fp32", "bf16", "fp64", aliases=_DTYPE_ALIASES, later=("fp16", "float16"))
+DType = Annotated[Literal["auto", "fp32", "bf16", "fp64"], BeforeValidator(read_dtype)]
 
 
-def _read_device(value: object) -> str:
+def read_device(value: object) -> str:
+    """The name of a device. Raises ConfigError for what is none."""
     if not isinstance(value, str) or not _DEVICE.fullmatch(value.lower()):
         raise ConfigError(f"should be auto, cpu, cuda or cuda:N, got {clip(value)}")
     return value.lower()
@@ -48,10 +47,10 @@ Degree = Annotated[int, BeforeValidator(_read_degree), Field(ge=1)]
 class RunSpec(Spec):
     base_model: PathText  # an alias, a folder (relative to the working directory) or a hub name
     output_dir: PathText  # relative to the working directory; a job's output is output_dir/NAME
-    policy: Policy = "fuse-all"
+    policy: Policy = "muxtune"
     memory_limit: Annotated[Size, Field(ge=1)] | None = None  # bytes; None: what the machine has
     threads: Annotated[Integer, Field(ge=1, le=4096)] | None = None  # None: as torch chooses
-    device: Annotated[str, BeforeValidator(_read_device)] = "auto"  # auto: cuda if there, else cpu
+    device: Annotated[str, BeforeValidator(read_device)] = "auto"  # auto: cuda if there, else cpu
     dtype: DType = "auto"  # auto: bf16 on cuda, fp32 on cpu
     tp: Degree = 1
     pp: Degree = 1

@@ -26,8 +26,8 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_yaml(path: str | os.PathLike[str]) -> Table:
-    """The mapping in a file."""
+def read_yaml(path: str | os.PathLike[str], *, belongs: str = "base_model, output_dir and jobs belong here") -> Table:
+    """The mapping in a file; `belongs` is the hint for an empty one."""
     source = os.fspath(path)
     try:
         with open(source, "rb") as file:
@@ -43,7 +43,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Table:
         raise ConfigError("is not UTF-8 text", where=f"{source}:{line}") from None
     node = parse_yaml(text, source)
     if node is None:
-        raise ConfigError("is empty", where=source, hint="base_model, output_dir and jobs belong here")
+        raise ConfigError("is empty", where=source, hint=belongs)
     if not isinstance(node, Table):
         raise ConfigError("should be a mapping of keys to values", where=node.origin.place)
     return node

@@ -1,0 +1,130 @@
+"""The engine under plans: renewed when who runs changes, and never felt by a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from muxtune.engine.engine import Engine
+from muxtune.engine.loads import load_of_task
+from muxtune.engine.planning import Planning
+from muxtune.engine.runner import Runner
+from muxtune.engine.task import Task
+from muxtune.plan.memory import MemoryModel
+from muxtune.plan.profile import OperatorTable
+from muxtune.plan.types import HTask, MicroBatch, Plan, RoundRecord
+from tests.engine.build import assert_same_bits, attach, backbone_of, mixed_trials, outcome, run, train
+from tests.plan.tables import table
+
+BACKBONE = backbone_of("llama")
+NAMES = [trial.name for trial in mixed_trials("llama")]
+
+
+def _planning(knee: int = 4096, **memory: int) -> Planning:
+    return Planning(lambda: table(knee), MemoryModel(**memory), BACKBONE.places)
+
+
+class Drawn(Planning):
+    """Another plan each round, whatever the tasks."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        super().__init__(table, MemoryModel(), BACKBONE.places)
+        self._plans = list(plans)
+        self._rounds = 0
+
+    def renew(self, running: Sequence[Task], held: Sequence[Task], most_rows: int) -> Plan | None:
+        self.plan = self._plans[self._rounds % len(self._plans)]
+        self._rounds += 1
+        return self.plan
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Those tasks in any order, in any hTasks; some may be in none."""
+    order = draw(st.permutations(NAMES))
+    marks = [draw(st.sampled_from(["begin", "join", "none"])) for _ in order]
+    htasks: list[list[str]] = []
+    for name, mark in zip(order, marks, strict=True):
+        if mark == "begin" or (mark == "join" and not htasks):
+            htasks.append([name])
+        elif mark == "join":
+            htasks[-1].append(name)
+    return Plan("muxtune", tuple(HTask(tuple(one), 1, 1, 1.0) for one in htasks), (), 1, 1.0, 0)
+
+
+ALONE = {trial.name: train(BACKBONE, (trial,))[trial.name] for trial in mixed_trials("llama")}
+
+
+@settings(max_examples=20)
+@given(st.lists(plans(), min_size=1, max_size=4), st.sampled_from([1, 60, 2048]))
+def test_any_plans_give_every_task_the_bits_it_has_alone(drawn: list[Plan], fuse_tokens: int) -> None:
+    engine = Engine(BACKBONE, policy="muxtune", planning=Drawn(drawn), fuse_tokens=fuse_tokens)
+    tasks = [attach(engine, trial) for trial in mixed_trials("llama")]
+    steps = run(engine)
+    for task in tasks:
+        assert_same_bits(outcome(task, steps[task.name]), ALONE[task.name])
+
+
+def test_plans_are_renewed_when_who_runs_changes_and_only_then() -> None:
+    engine = Engine(BACKBONE, policy="muxtune", planning=_planning())
+    tasks = [attach(engine, trial) for trial in mixed_trials("llama")]
+    told: list[RoundRecord | Plan] = []
+    list(Runner(engine, trace=told.append).run())
+    planned = [sorted(name for htask in one.htasks for name in htask.tasks) for one in told if isinstance(one, Plan)]
+    # steps: all 3, drop 4, short 3, last 2; one task alone needs no plan
+    assert planned == [sorted(NAMES), ["all", "drop", "short"]]
+    rounds = [one for one in told if isinstance(one, RoundRecord)]
+    assert isinstance(told[0], Plan) and len(rounds) == max(task.total_steps for task in tasks)
+
+
+def test_a_round_runs_what_the_plan_says() -> None:
+    engine = Engine(BACKBONE, policy="muxtune", planning=_planning(16))
+    for trial in mixed_trials("llama"):
+        attach(engine, trial)
+    schedule = engine.schedule([task.participant() for task in engine.tasks.values()])
+    plan = engine.plan
+    assert plan is not None
+    for action in schedule.actions:
+        if isinstance(action, MicroBatch):
+            assert {item.task for item in action.items} <= set(plan.htasks[action.htask].tasks)
+
+
+def test_a_paused_task_is_out_of_the_plan_and_comes_back() -> None:
+    engine = Engine(BACKBONE, policy="muxtune", planning=_planning())
+    for trial in mixed_trials("llama"):
+        attach(engine, trial)
+    planned: list[set[str]] = []
+    for event in Runner(engine).run():
+        if event.task == "drop" and getattr(event, "step", 0) == 1 and not planned:
+            engine.pause("drop")
+            planned.append(_names(engine.plan))
+        elif engine.tasks["drop"].status == "paused":
+            planned.append(_names(engine.plan))
+    assert "drop" in planned[0]
+    assert all("drop" not in names for names in planned[-2:])
+
+
+def _names(plan: Plan | None) -> set[str]:
+    return {name for htask in plan.htasks for name in htask.tasks} if plan is not None else set()
+
+
+def test_memory_that_is_too_small_for_two_keeps_them_apart_and_never_stops_one() -> None:
+    engine = Engine(BACKBONE, policy="muxtune", planning=_planning(row_bytes=10, cap_bytes=1))
+    for trial in mixed_trials("llama"):
+        attach(engine, trial)
+    schedule = engine.schedule([task.participant() for task in engine.tasks.values()])
+    rows = [action.tokens for action in schedule.actions if isinstance(action, MicroBatch)]
+    widest = max(load_of_task(task, BACKBONE.places).peak_rows for task in engine.tasks.values())
+    assert max(rows) <= widest
+
+
+def test_nothing_is_measured_for_one_task() -> None:
+    def never() -> OperatorTable:
+        pytest.fail("asked for")
+
+    engine = Engine(BACKBONE, policy="muxtune", planning=Planning(never, MemoryModel(), BACKBONE.places))
+    attach(engine, mixed_trials("llama")[0])
+    assert run(engine)["all"] and engine.plan is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -24,7 +25,7 @@ NAMES = [trial.name for trial in mixed_trials("llama")]
 
 
 def _planning(knee: int = 4096, **memory: int) -> Planning:
-    return Planning(lambda: table(knee), MemoryModel(**memory), BACKBONE.places)
+    return Planning(lambda: table(knee), MemoryModel(**memory), BACKBONE.places, refine=False)
 
 
 class Drawn(Planning):
@@ -78,6 +79,19 @@ def test_plans_are_renewed_when_who_runs_changes_and_only_then() -> None:
     assert planned == [sorted(NAMES), ["all", "drop", "short"]]
     rounds = [one for one in told if isinstance(one, RoundRecord)]
     assert isinstance(told[0], Plan) and len(rounds) == max(task.total_steps for task in tasks)
+
+
+def test_predictions_that_are_far_off_are_corrected_and_planned_anew() -> None:
+    """A table that says ten seconds a layer, of passes that take milliseconds."""
+    planning = Planning(lambda: table(full_s=10.0), MemoryModel(), BACKBONE.places)
+    engine = Engine(BACKBONE, policy="muxtune", planning=planning)
+    for trial in mixed_trials("llama"):
+        attach(engine, replace(trial, steps=12))
+    told: list[RoundRecord | Plan] = []
+    list(Runner(engine, trace=told.append).run())
+    first, *_, last = [one for one in told if isinstance(one, Plan)]
+    assert first.iteration_s > 40 and last.iteration_s < 4
+    assert {name for htask in last.htasks for name in htask.tasks} == set(NAMES)
 
 
 def test_a_round_runs_what_the_plan_says() -> None:

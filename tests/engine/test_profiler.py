@@ -120,7 +120,7 @@ def test_turns_go_on_until_the_budget_is_spent_and_long_trials_take_few() -> Non
     watch = Stopwatch(lambda: time_s[0], CPU, 100.0)
     found = watch.timed({0.1: taking(0.1), 3.0: taking(3.0)}, share=0.5)
     assert found == {0.1: (0.1,), 3.0: (3.0,)}
-    assert ran.count(3.0) == 1 + interleaved.LEAST and ran.count(0.1) == 1 + interleaved.MOST
+    assert ran.count(3.0) == interleaved.LEAST and ran.count(0.1) == 1 + interleaved.MOST
     ran.clear()
     in_a_hurry = Stopwatch(watch.clock, CPU, 0.5).timed({0.1: taking(0.1)}, share=0.1)
     assert in_a_hurry == {0.1: (0.1,)} and ran == [0.1, 0.1]

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from muxtune.cli import config, data, doctor, export, models, plan, sample, trace, train
+from muxtune.cli import config, data, doctor, export, models, plan, profile, sample, trace, train
 from muxtune.cli.errors import USAGE, print_bug, print_error
 from muxtune.cli.terminal import flush_stdout, prepare_streams, tell
 from muxtune.errors import MuxTuneError
@@ -35,6 +35,7 @@ app.command()(plan.plan)
 app.command()(sample.sample)
 app.command()(export.export)
 app.command()(trace.trace)
+app.command()(profile.profile)
 app.command()(doctor.doctor)
 app.command()(doctor.version)
 for name, group in (("data", data.app), ("config", config.app), ("models", models.app)):

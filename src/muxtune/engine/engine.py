@@ -168,7 +168,10 @@ class Engine:
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run a schedule; see `muxtune.plan.types` for what is legal, `Executor.execute` for what it raises."""
-        return self._executor.execute(schedule)
+        record = self._executor.execute(schedule)
+        if self.planning is not None:
+            self.planning.observe(record, self.tasks, self.sources)
+        return record
 
     @contextmanager
     def lending(self, sources: Mapping[str, Source]) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Timing of many small pieces of work on a machine that is not quiet.
 
-Every trial runs once without being counted and then again and again in turn, so that a slow moment meets all alike;
+Every trial runs once without being counted - but for long ones, which have warmed up long before they end - and then
+again and again in turn, so that a slow moment meets all alike;
 what counts is the lower quartile of each, which a burst of other work does not reach and one lucky run does not decide.
 
 The boundary: it knows no operators. Trials time themselves, and may answer several parts.
@@ -47,28 +48,28 @@ class Stopwatch:
     def timed(self, trials: Mapping[Name, Trial], *, share: float, growing: bool = False) -> dict[Name, Parts]:
         """Typical seconds of each trial's parts, from as many turns as this share of the budget allows, `LEAST` at the
         least. Trials that grow end before the first, but for the very first, that takes much of the budget alone."""
-        took_s = self._warm(trials, growing and not self.hurried)
-        taken: dict[Name, list[Parts]] = {name: [] for name in took_s}
+        first = self._warm(trials, growing and not self.hurried)
+        taken: dict[Name, list[Parts]] = {name: [parts] if long else [] for name, (parts, long) in first.items()}
         least, end = 1 if self.hurried else LEAST, self.clock() + share * self.budget_s
         for turn in range(MOST):
             if turn >= least and self.clock() >= end:
                 break
             for name, runs in taken.items():
-                if turn < least or took_s[name] < _LONG * self.budget_s:
+                if len(runs) < least or not first[name][1]:
                     runs.append(trials[name]())
         return {name: typical(runs) for name, runs in taken.items()}
 
-    def _warm(self, trials: Mapping[Name, Trial], growing: bool) -> dict[Name, float]:
-        """How long each trial that is to be run took, once."""
-        took_s: dict[Name, float] = {}
+    def _warm(self, trials: Mapping[Name, Trial], growing: bool) -> dict[Name, tuple[Parts, bool]]:
+        """Each trial that is to be run, once: its parts, and whether it is so long that this counts."""
+        found: dict[Name, tuple[Parts, bool]] = {}
         for name, trial in trials.items():
             began = self.clock()
-            trial()
+            parts = trial()
             seconds = self.clock() - began
-            if growing and took_s and seconds > _TOO_LONG * self.budget_s:
+            if growing and found and seconds > _TOO_LONG * self.budget_s:
                 break
-            took_s[name] = seconds
-        return took_s
+            found[name] = parts, seconds > _LONG * self.budget_s and not self.hurried
+        return found
 
 
 def typical(runs: Sequence[Parts]) -> Parts:

@@ -11,11 +11,11 @@ that it let in runs, so its own passes always fit here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from muxtune.engine.loads import load_of_task
+from muxtune.engine.loads import Sources, load_of_task, members_of
 from muxtune.engine.task import Task
 from muxtune.models.memory import Footprint
 from muxtune.plan.cost import CostModel
@@ -23,7 +23,8 @@ from muxtune.plan.loads import TaskLoad
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.planner import make_plan
 from muxtune.plan.profile import OperatorTable
-from muxtune.plan.types import Plan
+from muxtune.plan.refine import Refinement
+from muxtune.plan.types import MicroBatch, Plan, RoundRecord, tasks_of
 from muxtune.spec.peft import Place
 
 
@@ -42,6 +43,7 @@ class Planning:
     table: what operators cost here; asked for when there is a choice to make, since it may have to be measured first.
     memory: what there is; its cap may be None.
     places: every attach point of the base model.
+    refine: whether what passes took corrects predictions, and makes a new plan where they were far off.
     clock: seconds, monotonic.
     """
 
@@ -52,6 +54,7 @@ class Planning:
         places: Sequence[Place],
         *,
         recompute: bool = False,
+        refine: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._table = table
@@ -62,7 +65,8 @@ class Planning:
         self._known: OperatorTable | None = None
         self._loads: WeakKeyDictionary[Task, TaskLoad] = WeakKeyDictionary()  # a task that is detached is let go of
         self._ground: _Ground | None = None
-        self._scale = 1.0
+        self._refine = refine
+        self._refinement = Refinement()
         self.plan: Plan | None = None
         self.planned_s = 0.0  # what the last plan took to make
 
@@ -73,7 +77,7 @@ class Planning:
             held: tasks that are attached and do not run now.
             most_rows: that tasks may bring to a pass together.
         """
-        ground = _Ground(_names(running), _names(held), most_rows, self._scale)
+        ground = _Ground(_names(running), _names(held), most_rows, self._refinement.planned)
         if len(running) < 2:
             self.plan, self._ground = None, None
         elif ground != self._ground:
@@ -85,7 +89,28 @@ class Planning:
     def cost(self) -> CostModel:
         """What predictions are made with now. Measures what operators cost, where that is not known yet."""
         self._known = self._known or self._table()
-        return CostModel(self._known, recompute=self._recompute, scale=self._scale)
+        return CostModel(self._known, recompute=self._recompute, scale=self._refinement.planned)
+
+    def observe(self, record: RoundRecord, tasks: Mapping[str, Task], sources: Sources) -> None:
+        """Learn from what passes took. Where predictions have drifted, the next plan is made with what was learnt."""
+        if not self._refine or self.plan is None or self._known is None:
+            return
+        cost = CostModel(self._known, recompute=self._recompute)
+        passes = []
+        for done in record.actions:
+            action = record.schedule.actions[done.action]
+            if isinstance(action, MicroBatch) and self._is_predicted(action):
+                loads = {name: self.load(tasks[name]) for name in tasks_of(action) if name is not None}
+                members = members_of(action, tasks, loads, sources)
+                predicted_s = cost.pass_cost(members, width=action.width).total_s(cost.layers) if members else 0.0
+                passes.append((predicted_s, done.end_s - done.start_s))
+        self._refinement.learn(passes)
+        if self._refinement.drifted:
+            self._refinement.planned_anew()
+
+    def _is_predicted(self, batch: MicroBatch) -> bool:
+        """Activations that are kept, or computed twice for one task alone, are in no prediction."""
+        return not batch.keep and (not batch.trains or batch.recompute == self._recompute)
 
     def load(self, task: Task) -> TaskLoad:
         """What a task brings to a round."""

@@ -1,43 +1,50 @@
 """`make bench`: tokens per second and memory on SmolLM2-135M, completion-only loss, against transformers + peft.
 
     python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--part adapters] [--part chunks]
-                               [--part long] [--tokens N] [--chunk N] [--rounds N] [--threads N] [--layers N]
-                               [--model NAME] [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
+                               [--part long] [--part planning] [--part policies] [--part prediction]
+                               [--tokens N] [--chunk N] [--tasks N] [--mixes N] [--seed N]
+                               [--rounds N] [--threads N] [--layers N] [--model NAME]
+                               [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
 
 *light*: 8 tasks, a micro-batch of one 16-token example each. *non-uniform*: 8 tasks with the lengths of real data sets,
 micro-batch 4. Both print the floor beside the sides (`race`, `floor`). *memory*: 1, 8 and 32 tasks, each stepped once
 (`memory`; host memory, so on the CPU only). *adapters*: what adapters add to a step, by type, number and rank, on the
 first four layers unless `--layers` says otherwise (`adapters`). *chunks*: packed rows against padded ones, and the
 executor's own time, on four layers, too (`chunks`). *long*: one example of `--tokens` in one pass and in chunks of
-`--chunk`, whose activations are computed twice or kept, on ten layers (`long`; on the CPU only). `--layers 2` is a
-quick look that says nothing about the whole model. The JSON that `--out` writes is described in `report`. Exits 1 where
-the sides' final losses disagree.
+`--chunk`, whose activations are computed twice or kept, on ten layers (`long`; on the CPU only). *planning*: what it
+takes, and what it gives up (`planning`). *policies*: four of them and transformers + peft on four kinds of load, for
+each of `--tasks`, on six layers (`policies`). *prediction*: of mixes drawn after the operator table is measured, what a
+step takes against what was predicted, and whether the policy called best is (`prediction`, `choices`). `--layers 2` is
+a quick look that says nothing about the whole model. The JSON that `--out` writes is described in `report`. Exits 1
+where the sides' final losses disagree.
 
-About 20 minutes on two quiet cores; anything else that runs meanwhile makes the figures worth less.
+About an hour on two quiet cores; anything else that runs meanwhile makes the figures worth less.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks import adapters, chunks, long, memory
+from benchmarks import adapters, chunks, long, memory, policies, prediction
 from benchmarks.adapters import AdapterCosts, adapter_costs
 from benchmarks.baselines import Recipe
+from benchmarks.choices import Choices, choices
 from benchmarks.chunks import ChunkCosts, chunk_costs
+from benchmarks.folders import MODEL, model_folder, plain_model
 from benchmarks.loads import light, non_uniform
 from benchmarks.long import LongCosts, long_costs
 from benchmarks.machine import describe
+from benchmarks.planning import planning_costs
+from benchmarks.policies import PolicyRace, policy_race
 from benchmarks.race import RaceResult, race
 from benchmarks.report import (
     Findings,
@@ -47,27 +54,30 @@ from benchmarks.report import (
     show_long,
     show_machine,
     show_memory,
+    show_planning,
+    show_policies,
+    show_prediction,
     show_race,
     write_json,
 )
 from muxtune.engine.load import choose_device, load_backbone
-from muxtune.models.loading import reading
-from muxtune.models.sources import ModelFolder, resolve
+from muxtune.engine.profiler import measure
+from muxtune.models.sources import ModelFolder
 
-PARTS = ("light", "non-uniform", "memory", "adapters", "chunks", "long")
+PARTS = ("light", "non-uniform", "memory", "adapters", "chunks", "long", "planning", "policies", "prediction")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MODEL = "smollm2-135m-instruct"
 OURS = "benchmarks.sides:muxtune_tasks"
 MEMORY_TASKS = (1, 8, 32)
 WARMUP = 1
 # A light step takes a tenth of a non-uniform one and is the noisier for it.
-ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3, "chunks": 5}
+ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3, "chunks": 5, "policies": 5, "prediction": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What was asked for. `layers` and `rounds` None: the whole model, or what each part takes of it, and `ROUNDS`.
-    `tokens` and `chunk` are those of the long example."""
+    `tokens` and `chunk` are those of the long example, `tasks` the numbers of them in the race of policies, `mixes` and
+    `seed` of what is predicted."""
 
     model: str = MODEL
     parts: tuple[str, ...] = PARTS
@@ -77,13 +87,16 @@ class Settings:
     dtype: str = "fp32"
     tokens: int = long.TOKENS
     chunk: int = long.CHUNK
+    tasks: tuple[int, ...] = policies.TASKS
+    mixes: int = prediction.MIXES
+    seed: int = 0
 
 
 def run_race(folder: ModelFolder, part: str, settings: Settings) -> RaceResult:
     """One load on both programs, each with the folder's model loaded its own way."""
     device, dtype = choose_device(settings.device), DTYPES[settings.dtype]
     backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
-    model = _plain_model(folder, dtype).to(device)
+    model = plain_model(folder, dtype).to(device)
     steps = WARMUP + (settings.rounds or ROUNDS[part])
     load = (light if part == "light" else non_uniform)(steps, vocab=backbone.vocabulary)
     return race(load, backbone, model, Recipe(), warmup=WARMUP, default_optimizer=part == "light")
@@ -109,6 +122,29 @@ def run_long(settings: Settings) -> LongCosts:
         return long_costs(cut.path, tokens=settings.tokens, chunk=settings.chunk)
 
 
+def run_policies(settings: Settings) -> Iterator[PolicyRace]:
+    """Every kind of load for every number of tasks, on the first layers: the whole model would take hours."""
+    rounds = settings.rounds or ROUNDS["policies"]
+    with model_folder(settings.model, settings.layers or policies.LAYERS) as cut:
+        backbone = load_backbone(cut, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+        model = plain_model(cut, DTYPES[settings.dtype]).to(choose_device(settings.device))
+        table = measure(backbone)
+        for tasks in settings.tasks:
+            for kind in policies.KINDS:
+                yield policy_race(kind, tasks, backbone, model, lambda: table, rounds=rounds)
+
+
+def run_prediction(settings: Settings, console: Console) -> tuple[prediction.Report, Choices]:
+    """The table is measured once, before any mix is drawn."""
+    rounds = settings.rounds or ROUNDS["prediction"]
+    with model_folder(settings.model, settings.layers) as folder:
+        backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+        table = measure(backbone)
+        drawn = {"mixes": settings.mixes, "seed": settings.seed, "rounds": rounds, "clock": time.perf_counter}
+        report = prediction.predictions(backbone, table, tell=lambda one: console.print(prediction.line(one)), **drawn)
+        return report, choices(backbone, table, **drawn)
+
+
 def run_memory(folder: ModelFolder) -> Iterator[Layout]:
     """One process of ours, as many of transformers + peft as there are tasks, and one with its multi-adapter API."""
     for tasks in MEMORY_TASKS:
@@ -118,26 +154,6 @@ def run_memory(folder: ModelFolder) -> Iterator[Layout]:
         if tasks > 1:
             switched = memory.measure(memory.PEFT, folder.path, tasks=tasks)
             yield Layout(tasks, "transformers + peft, one process, many adapters", switched)
-
-
-@contextmanager
-def model_folder(name: str, layers: int | None) -> Iterator[ModelFolder]:
-    """The model, or a temporary folder that holds its first `layers` layers."""
-    whole = resolve(name)
-    if layers is None:
-        yield whole
-        return
-    with tempfile.TemporaryDirectory() as cut:
-        model = _plain_model(whole, torch.float32, num_hidden_layers=layers)
-        with reading("the cut model", Path(cut)):
-            model.save_pretrained(cut)
-        yield resolve(cut)
-
-
-def _plain_model(folder: ModelFolder, dtype: torch.dtype, **config: int) -> PreTrainedModel:
-    with reading("the model", folder.path):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder.path, dtype=dtype, **config)
-        return model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,6 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.dtype,
         options.tokens,
         options.chunk,
+        tuple(options.tasks or policies.TASKS),
+        options.mixes,
+        options.seed,
     )
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -179,6 +198,16 @@ def _measure(part: str, folder: ModelFolder, settings: Settings, found: Findings
     elif part == "chunks":
         found.chunks = run_chunks(settings)
         show_chunks(console, found.chunks)
+    elif part == "planning":
+        found.planning = planning_costs()
+        show_planning(console, found.planning)
+    elif part == "policies":
+        for race in run_policies(settings):
+            found.policies.append(race)
+            show_policies(console, race)
+    elif part == "prediction":
+        found.predictions, found.choices = run_prediction(settings, console)
+        show_prediction(console, found.predictions, found.choices)
     elif part == "long":
         found.long = run_long(settings)
         show_long(console, found.long)
@@ -195,6 +224,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="the first layers only, for a quick look")
     parser.add_argument("--tokens", type=int, default=long.TOKENS, help="of the long example")
     parser.add_argument("--chunk", type=int, default=long.CHUNK, help="of the long example")
+    parser.add_argument("--tasks", type=int, action="append", help=f"of the policies, again for more; {policies.TASKS}")
+    parser.add_argument("--mixes", type=int, default=prediction.MIXES, help="of the prediction")
+    parser.add_argument("--seed", type=int, default=0, help="of the prediction")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import bench, memory
+from benchmarks import bench, folders, memory
 from benchmarks.machine import describe
 from benchmarks.numerics import Check, Subject, checks
 from benchmarks.report import show_machine
@@ -78,7 +78,7 @@ def tiny_folder() -> Iterator[ModelFolder]:
 
 _FOLDERS = {
     "tiny random Llama": tiny_folder,
-    f"{bench.MODEL}, {LAYERS} layers": lambda: bench.model_folder(bench.MODEL, LAYERS),
+    f"{folders.MODEL}, {LAYERS} layers": lambda: folders.model_folder(folders.MODEL, LAYERS),
 }
 
 

@@ -36,8 +36,10 @@ ONE_BATCH = "padded, in one batch"
 PEFT = "transformers + peft, task by task"
 KINDS = ("light uniform", "light non-uniform", "heavy uniform", "heavy non-uniform")
 TASKS = (8, 16, 32)
+LAYERS = 6  # of the whole model's, so that an evening is enough
 ROW_MULTIPLE = 16
 UNBOUNDED = 10**9
+ONE_BATCH_TOKENS = 4000  # of a step, above which a batch of all tasks takes too much memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,11 @@ def policy_race(
     table: Callable[[], OperatorTable],
     *,
     rounds: int,
-    one_batch: bool = False,
 ) -> PolicyRace:
     """Race the policies - and transformers + peft, where its `model` is given - on one load."""
     load, recipe = load_of_kind(kind, tasks, rounds + 1, vocab=backbone.vocabulary), Recipe()
     ours: dict[str, EngineSide] = {policy: _side(backbone, load, recipe, policy, table) for policy in POLICIES}
-    if one_batch:
+    if load.real_tokens(0) <= ONE_BATCH_TOKENS:
         ours[ONE_BATCH] = engine_side(backbone, load, recipe, policy="padded", fuse_tokens=UNBOUNDED)
     steps: dict[str, Step] = {name: side.step for name, side in ours.items()}
     if model is not None:

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.bench import MODEL, model_folder
+from benchmarks.folders import MODEL, model_folder
 from benchmarks.machine import describe
 from muxtune.data.types import TokenSequence
 from muxtune.engine.chain import ChainTrial
@@ -169,7 +169,7 @@ def _peft(rng: np.random.Generator) -> PeftBase:
 def run_mix(engine: Engine, table: OperatorTable, mix: Mix, *, rounds: int, clock: Clock) -> Outcome:
     """Train the mix for some rounds; nothing of it stays attached."""
     engine.policy, engine.fuse_tokens = mix.policy, mix.fuse_tokens
-    tasks = [_attach(engine, member, f"task-{place}") for place, member in enumerate(mix.members)]
+    tasks = attach_mix(engine, mix)
     cost = CostModel(table)
     loads = {task.name: load_of_task(task, engine.backbone.places) for task in tasks}
     predicted, measured, rows, passes = [], [], [], []
@@ -178,7 +178,7 @@ def run_mix(engine: Engine, table: OperatorTable, mix: Mix, *, rounds: int, cloc
         engine.refer(participants)
         schedule = engine.schedule(participants)
         expected = sum(predicted_s(schedule, cost, engine.tasks, loads, engine.sources))
-        seconds, ran = _executed(engine, schedule, clock)
+        seconds, ran = executed(engine, schedule, clock)
         if number:
             predicted.append(expected), measured.append(seconds), rows.append(ran.rows)
             passes.append(sum(action.rows > 0 for action in ran.actions))
@@ -191,7 +191,13 @@ def run_mix(engine: Engine, table: OperatorTable, mix: Mix, *, rounds: int, cloc
     return Outcome(mix.number, what, mix.policy, int(count), int(width), expected, took, error)
 
 
-def _executed(engine: Engine, schedule: RoundSchedule, clock: Clock) -> tuple[float, RoundRecord]:
+def attach_mix(engine: Engine, mix: Mix) -> list[Task]:
+    """Its tasks, named by their places."""
+    return [_attach(engine, member, f"task-{place}") for place, member in enumerate(mix.members)]
+
+
+def executed(engine: Engine, schedule: RoundSchedule, clock: Clock) -> tuple[float, RoundRecord]:
+    """Run a schedule: seconds, and what ran."""
     gc.collect()
     _synchronize()
     start = clock()
@@ -264,7 +270,8 @@ def predictions(
     return Report(tuple(outcomes))
 
 
-def _line(one: Outcome) -> str:
+def line(one: Outcome) -> str:
+    """An outcome in words."""
     errors = f"{one.error:+7.1%} (paced {one.paced:+7.1%})"
     seconds = f"predicted {one.predicted_s:7.3f} s measured {one.measured_s:7.3f} s"
     return f"{one.number:3d} {errors} {seconds} {one.policy:10s} {one.passes:3d} passes {one.rows:5d} rows: {one.what}"
@@ -290,13 +297,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             rounds=options.rounds,
             clock=clock,
-            tell=lambda outcome: print(_line(outcome), flush=True),
+            tell=lambda outcome: print(line(outcome), flush=True),
         )
     for told, paced in (("|error|", False), ("at the machine's pace", True)):
         print(f"{told}: median {report.quantile(0.5, paced=paced):.1%}, p90 {report.quantile(0.9, paced=paced):.1%}")
     print(f"bias {report.bias:+.1%}; the worst:")
     for one in sorted(report.outcomes, key=lambda one: -abs(one.error))[:5]:
-        print(_line(one))
+        print(line(one))
     if options.out is not None:
         document = {"machine": asdict(machine), "outcomes": [asdict(one) for one in report.outcomes]}
         options.out.write_text(json.dumps(document, indent=1))

@@ -14,7 +14,11 @@ The JSON file (`schema` 1):
                    "not_run": null}, ...],
      "adapters": {...} or null,            benchmarks.adapters.AdapterCosts
      "chunks":   {...} or null,            benchmarks.chunks.ChunkCosts
-     "long":     {...} or null}            benchmarks.long.LongCosts, with "agrees"
+     "long":     {...} or null,            benchmarks.long.LongCosts, with "agrees"
+     "planning": {...} or null,            benchmarks.planning.PlanningCosts
+     "policies": [{...}, ...],             benchmarks.policies.PolicyRace
+     "predictions": {...} or null,         benchmarks.prediction.Report
+     "choices":  {...} or null}            benchmarks.choices.Choices
 """
 
 from __future__ import annotations
@@ -29,10 +33,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.adapters import AdapterCosts
+from benchmarks.choices import Choices
 from benchmarks.chunks import ChunkCosts
 from benchmarks.long import LongCosts, Side
 from benchmarks.machine import Machine
 from benchmarks.memory import Memory
+from benchmarks.planning import PlanningCosts
+from benchmarks.policies import PolicyRace
+from benchmarks.prediction import Report
 from benchmarks.race import PEFT, RaceResult
 from benchmarks.timing import Timings, ratio
 
@@ -57,6 +65,10 @@ class Findings:
     adapters: AdapterCosts | None = None
     chunks: ChunkCosts | None = None
     long: LongCosts | None = None
+    planning: PlanningCosts | None = None
+    policies: list[PolicyRace] = field(default_factory=list)
+    predictions: Report | None = None
+    choices: Choices | None = None
 
     @property
     def agree(self) -> bool:
@@ -175,6 +187,47 @@ def _sizes(side: Side) -> tuple[str, ...]:
     return side.name, f"{side.step_s:.1f}", f"{side.grown_bytes / 1e6:.0f}", f"{side.carried_bytes / 1e6:.0f}"
 
 
+def show_planning(console: Console, costs: PlanningCosts) -> None:
+    """Times, then how far the plans are from the best of all partitions."""
+    for what, seconds in costs.seconds.items():
+        console.print(f"planning {what}: {1000 * seconds:.0f} ms", highlight=False)
+    gaps = sorted(costs.gaps)
+    told = f"median {gaps[len(gaps) // 2]:.2%}, p90 {gaps[9 * len(gaps) // 10]:.2%}, largest {gaps[-1]:.2%}"
+    console.print(
+        f"over the best of all partitions ({len(gaps)} drawn loads): {costs.exact:.0%} equal it; {told}",
+        highlight=False,
+    )
+
+
+def show_policies(console: Console, race: PolicyRace) -> None:
+    """One row a side; x is its time over muxtune's."""
+    title = f"{race.load}, {race.tasks} tasks, {race.tokens:.0f} tokens a step, {race.htasks} hTasks"
+    table = Table(title=title, title_justify="left")
+    table.add_column("side")
+    for name in ("tokens/s", "s a step", "x muxtune", "interval", "no token"):
+        table.add_column(name, justify="right")
+    for side in race.sides:
+        low, high = side.interval
+        wasted = f"{side.ineffective:.1%}" if side.ineffective is not None else ""
+        figures = (f"{side.tokens_per_s:.0f}", f"{side.median_s:.3f}", f"{side.slower:.2f}", f"{low:.2f}-{high:.2f}")
+        table.add_row(side.side, *figures, wasted)
+    console.print(table)
+    console.print(
+        f"  predicted {race.predicted_s:.3f} s ({race.error:+.0%}), planned in {1000 * race.planned_s:.1f} ms",
+        highlight=False,
+    )
+
+
+def show_prediction(console: Console, report: Report, choices: Choices) -> None:
+    """Errors of predictions, and what choosing by them costs."""
+    for told, paced in (("|error|", False), ("at the machine's pace", True)):
+        middle, high = report.quantile(0.5, paced=paced), report.quantile(0.9, paced=paced)
+        console.print(f"{told} of {len(report.outcomes)} mixes: median {middle:.1%}, p90 {high:.1%}", highlight=False)
+    best = f"within 5 % of the best measured in {choices.within:.0%} of {len(choices.choices)} mixes"
+    longer = f"median {choices.regret(0.5):.1%} longer, p90 {choices.regret(0.9):.1%}"
+    console.print(f"the policy called best: {best}; {longer}", highlight=False, soft_wrap=True)
+
+
 def write_json(path: Path, machine: Machine, settings: object, found: Findings) -> None:
     """Write the file described above; its folder is made where it is not there."""
     document = {
@@ -186,6 +239,10 @@ def write_json(path: Path, machine: Machine, settings: object, found: Findings) 
         "adapters": asdict(found.adapters) if found.adapters is not None else None,
         "chunks": asdict(found.chunks) if found.chunks is not None else None,
         "long": asdict(found.long) | {"agrees": found.long.agrees} if found.long is not None else None,
+        "planning": asdict(found.planning) if found.planning is not None else None,
+        "policies": [asdict(race) for race in found.policies],
+        "predictions": asdict(found.predictions) if found.predictions is not None else None,
+        "choices": asdict(found.choices) if found.choices is not None else None,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,114 @@
+"""Whether the plan that is predicted to be best is: the mixes of `prediction`, each under every policy.
+
+In each round all policies run the same batches of the same tasks, in turning order; the policy that the simulator calls
+best for these tasks is then held against the one that was measured to be best. Regret is how much longer it took: 0
+where they are the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.prediction import Mix, attach_mix, draw, executed
+from muxtune.engine.engine import Engine
+from muxtune.engine.planning import Planning
+from muxtune.models.backbone import Backbone
+from muxtune.plan.cost import CostModel
+from muxtune.plan.memory import MemoryModel
+from muxtune.plan.planner import POLICIES, make_plan
+from muxtune.plan.profile import OperatorTable
+from muxtune.plan.types import Policy
+
+FUSE_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Of one mix: seconds of an iteration, predicted and measured (medians), by policy."""
+
+    number: int
+    tasks: int
+    predicted_s: dict[str, float]
+    measured_s: dict[str, float]
+
+    @property
+    def chosen(self) -> str:
+        return min(self.predicted_s, key=lambda policy: self.predicted_s[policy])
+
+    @property
+    def regret(self) -> float:
+        """How much longer the chosen one took than the best."""
+        return self.measured_s[self.chosen] / min(self.measured_s.values()) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    choices: tuple[Choice, ...]
+
+    def regret(self, share: float) -> float:
+        """A quantile."""
+        return float(np.quantile([one.regret for one in self.choices], share))
+
+    @property
+    def within(self) -> float:
+        """The part of the mixes whose chosen policy was within 5 % of the best."""
+        return statistics.mean(one.regret <= 0.05 for one in self.choices)
+
+
+def choices(
+    backbone: Backbone,
+    table: OperatorTable,
+    *,
+    mixes: int,
+    seed: int,
+    rounds: int,
+    clock: Callable[[], float],
+    tell: Callable[[Choice], None] = lambda choice: None,
+) -> Choices:
+    """Of mixes of two tasks and more."""
+    found: list[Choice] = []
+    number = 0
+    while len(found) < mixes:
+        mix = draw(seed, number)
+        number += 1
+        if len(mix.members) > 1:
+            found.append(choice(backbone, table, mix, rounds=rounds, clock=clock))
+            tell(found[-1])
+    return Choices(tuple(found))
+
+
+def choice(backbone: Backbone, table: OperatorTable, mix: Mix, *, rounds: int, clock: Callable[[], float]) -> Choice:
+    """Run one mix under every policy."""
+    planning = Planning(lambda: table, MemoryModel(), backbone.places, refine=False)
+    engine = Engine(backbone, policy="muxtune", planning=planning, fuse_tokens=FUSE_TOKENS)
+    tasks = attach_mix(engine, mix)
+    loads = [planning.load(task) for task in tasks]
+    most_rows = max(FUSE_TOKENS, *(load.peak_rows for load in loads))
+    cost = CostModel(table)
+    predicted = {
+        policy: make_plan(loads, cost, MemoryModel(), policy, most_rows=most_rows).iteration_s for policy in POLICIES
+    }
+    measured: dict[Policy, list[float]] = {policy: [] for policy in POLICIES}
+    for number in range(rounds + 1):
+        participants = [task.participant() for task in tasks]
+        engine.refer(participants)
+        for policy in _turned(POLICIES, number):
+            engine.policy = policy
+            seconds, _ = executed(engine, engine.schedule(participants), clock)
+            if number:
+                measured[policy].append(seconds)
+    return Choice(
+        mix.number,
+        len(tasks),
+        dict(predicted),
+        {policy: statistics.median(seconds) for policy, seconds in measured.items()},
+    )
+
+
+def _turned(policies: Sequence[Policy], by: int) -> list[Policy]:
+    turn = by % len(policies)
+    return [*policies[turn:], *policies[:turn]]

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.prediction import Mix, attach_mix, draw, executed
+from benchmarks.prediction import Mix, attach_mix, draw, executed, most_length
 from muxtune.engine.engine import Engine
+from muxtune.engine.loads import load_of
 from muxtune.engine.planning import Planning
+from muxtune.engine.task import Task
 from muxtune.models.backbone import Backbone
 from muxtune.plan.cost import CostModel
 from muxtune.plan.memory import MemoryModel
@@ -24,6 +26,8 @@ from muxtune.plan.profile import OperatorTable
 from muxtune.plan.types import Policy
 
 FUSE_TOKENS = 2048
+BUDGETS = (64, 128, 256, 512, 1024, 2048)
+USUAL = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
+    """`chunk_lengths`: see the function."""
+
     choices: tuple[Choice, ...]
+    chunk_lengths: dict[int, float] = field(default_factory=dict)
 
     def regret(self, share: float) -> float:
         """A quantile."""
@@ -73,12 +80,12 @@ def choices(
     found: list[Choice] = []
     number = 0
     while len(found) < mixes:
-        mix = draw(seed, number)
+        mix = draw(seed, number, most_length(backbone))
         number += 1
         if len(mix.members) > 1:
             found.append(choice(backbone, table, mix, rounds=rounds, clock=clock))
             tell(found[-1])
-    return Choices(tuple(found))
+    return Choices(tuple(found), chunk_lengths(backbone, table, mixes=mixes, seed=seed))
 
 
 def choice(backbone: Backbone, table: OperatorTable, mix: Mix, *, rounds: int, clock: Callable[[], float]) -> Choice:
@@ -112,3 +119,24 @@ def choice(backbone: Backbone, table: OperatorTable, mix: Mix, *, rounds: int, c
 def _turned(policies: Sequence[Policy], by: int) -> list[Policy]:
     turn = by % len(policies)
     return [*policies[turn:], *policies[:turn]]
+
+
+def chunk_lengths(backbone: Backbone, table: OperatorTable, *, mixes: int, seed: int) -> dict[int, float]:
+    """What the step of a task alone is predicted to take with other chunk budgets, over the usual one: medians over the
+    tasks of the mixes that bring more rows than that."""
+    cost, engine = CostModel(table), Engine(backbone)
+    ratios: dict[int, list[float]] = {budget: [] for budget in BUDGETS}
+    for number in range(mixes):
+        for task in attach_mix(engine, draw(seed, number, most_length(backbone))):
+            seconds = {budget: _alone_s(task, budget, backbone, cost) for budget in BUDGETS}
+            rows = sum(len(task.data.train[index]) for index in task.sampler.batch(0))
+            if rows > USUAL:
+                for budget in BUDGETS:
+                    ratios[budget].append(seconds[budget] / seconds[USUAL])
+            engine.detach(task)
+    return {budget: statistics.median(values) for budget, values in ratios.items() if values}
+
+
+def _alone_s(task: Task, budget: int, backbone: Backbone, cost: CostModel) -> float:
+    load = load_of(task.job, task.data.train, budget, backbone.places)
+    return make_plan([load], cost, MemoryModel()).iteration_s

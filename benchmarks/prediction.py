@@ -126,6 +126,11 @@ def draw(seed: int, number: int, most_length: int = MOST_LENGTH, most_rows: int 
     return Mix(number, tuple(members), policy, FUSE_TOKENS[rng.integers(len(FUSE_TOKENS))])
 
 
+def most_length(backbone: Backbone) -> int:
+    """Of a sequence that the backbone takes with any prefix."""
+    return min(MOST_LENGTH, (backbone.max_positions or 10**9) - max(PREFIXES))
+
+
 def _member(rng: np.random.Generator, most_length: int, room: int) -> Member:
     """One whose step has about `room` rows at the most."""
     dpo = bool(rng.random() < 0.15)
@@ -259,10 +264,9 @@ def predictions(
 ) -> Report:
     """Of every mix that is drawn; `tell` hears of each. `table` has been measured just now."""
     pace, engine = Pace(backbone, clock), Engine(backbone)
-    most = min(MOST_LENGTH, (backbone.max_positions or 10**9) - max(PREFIXES))
     outcomes, before = [], pace()
     for number in range(mixes):
-        found = run_mix(engine, table, draw(seed, number, most), rounds=rounds, clock=clock)
+        found = run_mix(engine, table, draw(seed, number, most_length(backbone)), rounds=rounds, clock=clock)
         after = pace()
         outcomes.append(replace(found, pace=(before + after) / 2))
         before = after

@@ -226,6 +226,9 @@ def show_prediction(console: Console, report: Report, choices: Choices) -> None:
     best = f"within 5 % of the best measured in {choices.within:.0%} of {len(choices.choices)} mixes"
     longer = f"median {choices.regret(0.5):.1%} longer, p90 {choices.regret(0.9):.1%}"
     console.print(f"the policy called best: {best}; {longer}", highlight=False, soft_wrap=True)
+    if choices.chunk_lengths:
+        budgets = ", ".join(f"{budget}: {ratio:.2f}" for budget, ratio in choices.chunk_lengths.items())
+        console.print(f"a task alone by its chunk length, predicted, over 512: {budgets}", highlight=False)
 
 
 def write_json(path: Path, machine: Machine, settings: object, found: Findings) -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 
 from muxtune.plan.cost import CostModel
-from muxtune.plan.loads import ChunkLoad, Span, TaskLoad, passes
+from muxtune.plan.loads import passes
 from muxtune.plan.memory import MemoryModel
-from muxtune.plan.planner import POLICIES, begin_with, ineffective, make_plan, reasons
+from muxtune.plan.planner import POLICIES, ineffective, make_plan, reasons
 from muxtune.plan.types import Plan
 from tests.plan.tables import load, loads, table
 
@@ -82,15 +82,3 @@ def test_says_what_fusing_one_more_would_cost():
     tight = MemoryModel(base_bytes=100, head_bytes=10, row_bytes=7, cap_bytes=100 + 10 + 7 * 100)
     assert not any(one.fits for one in reasons(plan, tasks, cost, tight)[:2])
     assert second.alone_s == second.fused_s
-
-
-def test_a_task_begins_with_other_chunks_only_where_that_pays():
-    def split(budget: int) -> TaskLoad:
-        count = 512 // budget
-        return TaskLoad("one", tuple(ChunkLoad((Span(budget, budget),), 1) for _ in range(count)))
-
-    budgets = {budget: split(budget) for budget in (64, 128, 256, 512)}
-    assert begin_with(budgets, CostModel(table(32)), 256) == 256  # all the same: the usual one
-    assert begin_with(budgets, CostModel(table(4096)), 256) == 512
-    del budgets[512]
-    assert begin_with(budgets, CostModel(table(4096)), 512) == 256

@@ -10,7 +10,7 @@ a prediction of one iteration, an optimizer step of every task.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muxtune.plan.cost import CostModel, PassCost
@@ -21,7 +21,6 @@ from muxtune.plan.round import neighbours
 from muxtune.plan.types import HTask, Plan, Policy
 
 POLICIES: tuple[Policy, ...] = ("sequential", "fuse-all", "padded", "muxtune")
-CHUNK_GAIN = 0.1  # what another chunk length must save for a task to begin with it
 
 Members = Sequence[TaskLoad]
 
@@ -161,21 +160,6 @@ def reasons(
         needed = memory.peak_bytes([*loads, *also_held], [together])
         found.append(Reason(place, alone_s, own_s, more_s, needed, most is None or rows_of(together) <= most))
     return found
-
-
-def begin_with(by_budget: Mapping[int, TaskLoad], cost: CostModel, usual: int) -> int:
-    """The chunk budget of a task that starts: of those that fit, the one with the least predicted time of its step.
-
-    It depends on the task and the operator table alone, never on who else runs (design contract 1), and is another
-    than the `usual` one only where that saves `CHUNK_GAIN`: what a task computes should not hang on a measurement's
-    noise.
-    """
-
-    def seconds(budget: int) -> float:
-        return _htask([by_budget[budget]], cost, "muxtune").predicted_s
-
-    best = min(sorted(by_budget), key=seconds)
-    return best if usual not in by_budget or seconds(best) < (1 - CHUNK_GAIN) * seconds(usual) else usual
 
 
 def ineffective(plan: Plan, loads: Members, cost: CostModel) -> float:

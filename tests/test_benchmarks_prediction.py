@@ -34,9 +34,9 @@ def test_the_error_is_of_exactly_what_ran() -> None:
     made_up = table(16, layers=1)
     for number in range(3):
         mix = draw(1, number, most_length=100, most_rows=200)
-        found = run_mix(engine, made_up, mix, rounds=2, clock=time.perf_counter)
+        found = run_mix(engine, made_up, mix, rounds=1, clock=time.perf_counter)
         assert not engine.tasks and not engine.sources
-        assert found.error == pytest.approx(found.predicted_s / found.measured_s - 1, rel=0.5)
+        assert found.error == pytest.approx(found.predicted_s / found.measured_s - 1)
         assert found.predicted_s >= found.passes * 2e-3, "two directions of a layer, each 1 ms at the least"
         assert found.rows >= 16 * found.passes > 0
 

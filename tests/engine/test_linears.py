@@ -57,7 +57,9 @@ def test_in_fp32_it_errs_no_more_than_three_times_what_peft_does(arch: str, name
     error = relative_difference(_first_gradients(arch, torch.float32)[name], truth.gradients)
     assert error < max(3 * relative_difference(theirs.gradients, truth.gradients), 1e-6)
     assert _worst(ours.losses, truth.losses) < 3e-4
-    assert relative_difference(ours.values, truth.values) < 3e-4
+    assert relative_difference(ours.values, truth.values) < max(
+        3 * relative_difference(theirs.values, truth.values), 3e-4
+    )
 
 
 @cache

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given, settings
 
 from muxtune.engine.engine import Engine
+from muxtune.engine.load import load_backbone
 from muxtune.engine.loads import load_of_task
-from muxtune.engine.planning import Planning
+from muxtune.engine.planning import Planning, memory_model
 from muxtune.engine.runner import Runner
-from muxtune.engine.task import Task
+from muxtune.engine.task import Sequences, Task
+from muxtune.models import attention
+from muxtune.models.memory import footprint
+from muxtune.models.sources import resolve
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.profile import OperatorTable
 from muxtune.plan.types import HTask, MicroBatch, Plan, RoundRecord
-from tests.engine.build import assert_same_bits, attach, backbone_of, mixed_trials, outcome, run, train
+from tests.engine.build import Trial, assert_same_bits, attach, backbone_of, mixed_trials, outcome, run, train
+from tests.peak import peak_bytes
 from tests.plan.tables import table
 
 BACKBONE = backbone_of("llama")
@@ -133,6 +140,30 @@ def test_memory_that_is_too_small_for_two_keeps_them_apart_and_never_stops_one()
     rows = [action.tokens for action in schedule.actions if isinstance(action, MicroBatch)]
     widest = max(load_of_task(task, BACKBONE.places).peak_rows for task in engine.tasks.values())
     assert max(rows) <= widest
+
+
+@pytest.mark.parametrize("passes", [1.0, 1.5, 4.0])
+def test_no_round_holds_more_than_its_plan_says(passes: float, tiny_llama: Path) -> None:
+    """Measured while it runs; `passes` is the room that there is, in the largest pass of any task alone."""
+    attention.register()
+    model = footprint(tiny_llama, torch.float32)
+    engine = Engine(load_backbone(resolve(str(tiny_llama)), device="cpu", dtype="fp32"), policy="muxtune")
+    trials = [Trial(f"task-{place}", [24 + 16 * place] * 8, batch=4, r=2 + 4 * place) for place in range(5)]
+    tasks = [engine.attach(trial.job, Sequences(trial.examples)) for trial in trials]
+    loads = [load_of_task(task, engine.backbone.places) for task in tasks]
+    free = memory_model(model, process_bytes=0, limit_bytes=None)
+    alone = max(free.pass_bytes(load.peak_rows, load.longest) for load in loads)
+    memory = replace(free, cap_bytes=free.held_bytes(loads) + int(passes * alone))
+    engine.planning = Planning(lambda: table(4096), memory, engine.backbone.places, refine=False)
+
+    def one_round() -> None:
+        engine.execute(engine.schedule([task.participant() for task in tasks]))
+
+    one_round()  # moments are made in the first
+    held = peak_bytes(one_round)
+    assert engine.plan is not None and engine.plan.peak_bytes <= memory.cap_bytes
+    assert held <= engine.plan.peak_bytes - free.held_bytes(loads)
+    assert (len(engine.plan.htasks) > 1) == (passes < 4)
 
 
 def test_nothing_is_measured_for_one_task() -> None:

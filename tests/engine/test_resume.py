@@ -64,6 +64,17 @@ def test_stopped_and_resumed(rounds: int, make: Make, data: Path, cache: Path, d
         assert_same_training(disk / "run" / name, undisturbed / name)
 
 
+@pytest.mark.parametrize("policies", [("muxtune", "sequential"), ("sequential", "muxtune"), ("fuse-all", "padded")])
+def test_who_runs_with_whom_may_change_when_a_run_is_resumed(
+    policies: tuple[str, str], make: Make, data: Path, cache: Path, disk: Path, undisturbed: Path
+) -> None:
+    jobs = [job(data, name) for name in JOBS]
+    train(make(*jobs, policy=policies[0]), cache_dir=cache, stop=stop_after(4))
+    train(make(*jobs, policy=policies[1]), cache_dir=cache, resume=True)
+    for name in JOBS:
+        assert_same_training(disk / "run" / name, undisturbed / name)
+
+
 def assert_same_training(one: Path, other: Path) -> None:
     """As `assert_same_result`, where checkpoints were saved at other steps."""
     assert status(one) == status(other) == "completed"

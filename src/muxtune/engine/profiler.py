@@ -40,7 +40,7 @@ BUDGET_S = 10.0
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 SHORT = 64  # rows of a sequence where the layer is measured
 SHORTEST, MANY = 4, 256  # rows of a sequence, and of a pass, where short sequences are told from the layer
-ADAPTED_ROWS = (16, 64, 256)
+ADAPTED_ROWS = (16, 128, 512)  # the last is the rows of a chunk, which are the most that a task brings
 TRAINED = (16, 64, 256, 512)
 ENTERED = (16, 128, 512, 2048)
 SHARDED_ROWS = (16, 128, 512, 2048)
@@ -48,9 +48,9 @@ PARAMETERS = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 DEGREES = (2, 4)
 SEEN = ((16, 16, 8), (64, 64, 4), (256, 256, 1), (512, 512, 1), (512, 1536, 1))  # rows, positions before, sequences
 ADAPTERS: Sequence[Mapping[str, object]] = (
-    *({"type": "lora", "r": r} for r in (4, 32)),
-    *({"type": "lora", "r": r, "lora_dropout": 0.1} for r in (4, 32)),
-    *({"type": "dora", "r": r} for r in (4, 32)),
+    *({"type": "lora", "r": r} for r in (4, 64)),
+    *({"type": "lora", "r": r, "lora_dropout": 0.1} for r in (4, 64)),
+    *({"type": "dora", "r": r} for r in (4, 64)),
     {"type": "dora", "r": 8, "lora_dropout": 0.1},
     {"type": "ia3"},
     {"type": "bitfit"},

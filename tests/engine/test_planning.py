@@ -13,12 +13,14 @@ from muxtune.engine.engine import Engine
 from muxtune.engine.loads import load_of_task
 from muxtune.engine.planning import Planning
 from muxtune.engine.runner import Runner
+from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Task
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.profile import OperatorTable
 from muxtune.plan.types import HTask, MicroBatch, Plan, RoundRecord
 from tests.engine.build import assert_same_bits, attach, backbone_of, mixed_trials, outcome, run, train
 from tests.plan.tables import table
+from tests.sequences import random_sequences
 
 BACKBONE = backbone_of("llama")
 NAMES = [trial.name for trial in mixed_trials("llama")]
@@ -133,6 +135,34 @@ def test_memory_that_is_too_small_for_two_keeps_them_apart_and_never_stops_one()
     rows = [action.tokens for action in schedule.actions if isinstance(action, MicroBatch)]
     widest = max(load_of_task(task, BACKBONE.places).peak_rows for task in engine.tasks.values())
     assert max(rows) <= widest
+
+
+def test_an_adapter_without_data_answers_and_is_driven_beside_a_plan() -> None:
+    engine = Engine(BACKBONE, policy="muxtune", planning=Planning(table, MemoryModel(), BACKBONE.places))
+    for trial in mixed_trials("llama"):
+        attach(engine, trial)
+    engine.execute(engine.schedule([task.participant() for task in engine.tasks.values()]))
+    assert engine.plan is not None
+    asked = attach(engine, replace(mixed_trials("llama")[0], name="asked"), ())
+    (reply,) = generate(engine, [Request("asked", (1, 2, 3), frozenset(), max_new_tokens=4)])
+    assert len(reply) == 4
+    assert engine.forward_backward({asked: random_sequences([9, 12], seed=1)})["asked"].tokens > 0
+    assert engine.optim_step(asked).error is None
+
+
+def test_what_has_ended_holds_its_memory_until_it_is_detached() -> None:
+    engine = Engine(BACKBONE, policy="muxtune", planning=_planning())
+    tasks = [attach(engine, trial) for trial in mixed_trials("llama")]
+
+    def peak_bytes() -> int:
+        engine.schedule([task.participant() for task in engine.tasks.values() if task.runnable])
+        assert engine.plan is not None
+        return engine.plan.peak_bytes
+
+    engine.cancel(tasks[0])
+    held = peak_bytes()
+    engine.detach(tasks[0])
+    assert held - peak_bytes() == load_of_task(tasks[0], BACKBONE.places).state_bytes > 0
 
 
 def test_nothing_is_measured_for_one_task() -> None:

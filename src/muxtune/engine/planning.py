@@ -99,7 +99,7 @@ class Planning:
         passes = []
         for done in record.actions:
             action = record.schedule.actions[done.action]
-            if isinstance(action, MicroBatch) and self._is_predicted(action):
+            if isinstance(action, MicroBatch) and self._is_predicted(action, tasks):
                 loads = {name: self.load(tasks[name]) for name in tasks_of(action) if name is not None}
                 members = members_of(action, tasks, loads, sources)
                 predicted_s = cost.pass_cost(members, width=action.width).total_s(cost.layers) if members else 0.0
@@ -108,9 +108,11 @@ class Planning:
         if self._refinement.drifted:
             self._refinement.planned_anew()
 
-    def _is_predicted(self, batch: MicroBatch) -> bool:
-        """Activations that are kept, or computed twice for one task alone, are in no prediction."""
-        return not batch.keep and (not batch.trains or batch.recompute == self._recompute)
+    def _is_predicted(self, batch: MicroBatch, tasks: Mapping[str, Task]) -> bool:
+        """Activations that are kept, or computed twice for one task alone, are in no prediction; nor are tasks without
+        data, which only answer or are driven by a client."""
+        known = all(tasks[name].data.train for name in tasks_of(batch) if name is not None)
+        return known and not batch.keep and (not batch.trains or batch.recompute == self._recompute)
 
     def load(self, task: Task) -> TaskLoad:
         """What a task brings to a round."""

@@ -108,10 +108,17 @@ def test_the_bounds_hold_the_longest_sequences_whole_or_cut() -> None:
     whole, cut = (load_of(_job(PREFIX), data, budget, places) for budget in (512, 32))
     assert (whole.widest, whole.carried) == (61 + 40, 0)
     assert (cut.widest, cut.carried) == (32, 61 + 5)
-    pairs = load_of(_job(PROMPT, method="dpo", batch=1), data, 70, places)
-    assert (pairs.widest, pairs.carried) == (70, 2 * (61 + 5)), (
-        "the longest pair has 61 + 12 tokens and 10 virtual rows"
-    )
+    pairs, parted = (load_of(_job(PROMPT, method="dpo", batch=1), data, budget, places) for budget in (70, 40))
+    assert (pairs.widest, pairs.carried) == (70, 0), "the longest pair, 61 + 12 and 10 virtual rows, is parted, not cut"
+    assert (parted.widest, parted.carried) == (40, 2 * (61 + 5))
+
+
+@pytest.mark.parametrize(("peft", "lead"), [("lora", 0), (PREFIX, 5), (PROMPT, 5)], ids=["lora", "prefix", "prompt"])
+def test_the_longest_sequence_bounds_what_rows_see_whatever_step_is_the_typical_one(peft: object, lead: int) -> None:
+    """The steps that are looked at are short; the long sequence comes later."""
+    data = random_sequences([5] * 20 + [61], seed=3)
+    load = load_of(_job(peft, batch=1, shuffle=False), data, 512, backbone_of().places)
+    assert max(chunk.longest for chunk in load.chunks) == 5 + lead and load.longest == 61 + lead
 
 
 def test_spans_see_what_came_before_them() -> None:

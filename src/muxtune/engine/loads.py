@@ -1,7 +1,8 @@
 """What a job brings to a round, as the planner sees it: its `TaskLoad`, from its data and its spec alone.
 
 A typical optimizer step stands for all: the middle one, by rows, of the next few, in the task's own order and chunks.
-What a plan must never exceed - the widest chunk, keys and values carried - are bounds over every step there can be.
+What a plan must never exceed - the widest chunk, the longest sequence, keys and values carried - are bounds over every
+step there can be.
 
 The second half goes the other way: from a schedule to the loads that each of its passes has, so that what ran can be
 laid beside what was predicted for exactly that.
@@ -53,7 +54,7 @@ def load_of(
     chunks = sorted(steps, key=lambda chunks: sum(chunk.rows for chunk in chunks))[LOOKED_AT // 2]
     budget = max(chunk_tokens, job.peft.virtual_rows + 1)
     longest = max(map(len, sequences))
-    cut = longest + job.peft.virtual_rows > budget or group * (longest + job.peft.virtual_rows) > budget
+    cut = longest + job.peft.virtual_rows > budget
     return TaskLoad(
         job.name,
         chunks,
@@ -64,6 +65,7 @@ def load_of(
         group * (longest + job.peft.lead) if cut else 0,
         max(0, total - done),
         points_of(job.peft, places),
+        longest + job.peft.lead,
     )
 
 

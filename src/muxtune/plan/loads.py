@@ -51,6 +51,7 @@ class TaskLoad:
         adapter: the label of its PEFT type (`label_of`), under which the operator table knows what it costs.
         parameters, state_bytes: trainable numbers; bytes of these, their gradient and moments.
         widest: rows of its largest chunk in any step; 0 where that of `chunks` is.
+        farthest: positions that a row of any step sees at most; 0 where one of `chunks` does.
         carried: positions whose keys and values, and their gradient, it holds while a cut sequence runs.
         steps: optimizer steps that it has left.
         points: attach points that its adapter hooks; 0: as many as the operator table's.
@@ -65,6 +66,7 @@ class TaskLoad:
     carried: int = 0
     steps: int = 1
     points: int = 0
+    farthest: int = 0
 
     @property
     def tokens(self) -> int:
@@ -77,7 +79,7 @@ class TaskLoad:
 
     @property
     def longest(self) -> int:
-        return max(chunk.longest for chunk in self.chunks)
+        return max(self.farthest, *(chunk.longest for chunk in self.chunks))
 
     @property
     def slots(self) -> dict[tuple[int, int], ChunkLoad]:

@@ -102,6 +102,15 @@ def test_who_has_fewer_steps_is_done_first_and_the_others_go_on_faster():
     assert found.done_s["long"] == pytest.approx(2 * found.iteration_s + 8 * alone.iteration_s, rel=0.05)
 
 
+def test_what_is_said_of_htasks_is_for_the_speed_of_the_cluster():
+    tasks = [load(f"task-{place}", 512) for place in range(3)]
+    faster = ClusterSpec(speed=4)
+    plain, found = (Outlooks(tasks, cost_on(table(16), one), MEMORY, one).of("sequential") for one in (ONE, faster))
+    assert found.iteration_s == pytest.approx(plain.iteration_s / 4)
+    assert sum(htask.predicted_s for htask in found.plan.htasks) == pytest.approx(found.iteration_s)
+    assert max(found.done_s.values()) == pytest.approx(max(plain.done_s.values()) / 4)
+
+
 def test_a_degree_without_measurements_is_refused():
     cluster = ClusterSpec(devices=2, tp=2, tp_link=LINK)
     with pytest.raises(ConfigError, match="degree 2 was not measured"):

@@ -109,6 +109,18 @@ def passes(members: Sequence[TaskLoad]) -> Iterator[list[Member]]:
         yield [(load, own[slot]) for load, own in zip(members, slots, strict=True) if slot in own]
 
 
+def packed_rows(members: Sequence[TaskLoad]) -> int:
+    """Of the largest pass that these make together in any step."""
+    return sum(load.peak_rows for load in members)
+
+
+def padded_to_longest(members: Sequence[TaskLoad]) -> int:
+    """The same where every sequence takes as many rows as the longest of all; of the typical step."""
+    longest = max(span.rows for load in members for chunk in load.chunks for span in chunk.spans)
+    padded = longest * sum(max(len(chunk.spans) for chunk in load.chunks) for load in members)
+    return max(padded, packed_rows(members))
+
+
 def widest_span(running: Sequence[Member]) -> int:
     """Rows of the longest sequence of a pass: what each of them takes where all are padded to it."""
     return max(span.rows for _, chunk in running for span in chunk.spans)

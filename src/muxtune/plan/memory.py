@@ -8,10 +8,10 @@ Rows and longest are upper bounds over all steps of the members, so that no actu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from muxtune.plan.loads import TaskLoad
+from muxtune.plan.loads import TaskLoad, packed_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,14 @@ class MemoryModel:
     def pass_bytes(self, rows: int, longest: int) -> int:
         return self.head_bytes + rows * (self.row_bytes + self.score_bytes * longest)
 
-    def peak_bytes(self, tasks: Sequence[TaskLoad], htasks: Iterable[Sequence[TaskLoad]]) -> int:
-        """Of a plan that fuses `tasks` as `htasks`."""
-        passes = (
-            self.pass_bytes(sum(one.peak_rows for one in htask), max(one.longest for one in htask)) for htask in htasks
-        )
+    def peak_bytes(
+        self,
+        tasks: Sequence[TaskLoad],
+        htasks: Iterable[Sequence[TaskLoad]],
+        rows_of: Callable[[Sequence[TaskLoad]], int] = packed_rows,
+    ) -> int:
+        """Of a plan that fuses `tasks` as `htasks`, whose largest pass has `rows_of` rows."""
+        passes = (self.pass_bytes(rows_of(htask), max(one.longest for one in htask)) for htask in htasks)
         return self.held_bytes(tasks) + max(passes, default=0)
 
     def free_bytes(self, tasks: Iterable[TaskLoad]) -> int | None:

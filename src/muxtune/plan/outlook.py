@@ -23,7 +23,7 @@ from muxtune.plan.cost import CostModel
 from muxtune.plan.grouping import group
 from muxtune.plan.loads import TaskLoad
 from muxtune.plan.memory import MemoryModel
-from muxtune.plan.planner import Members, fused, pass_costs, plan_of
+from muxtune.plan.planner import Members, fused, pass_costs, plan_of, rows_of
 from muxtune.plan.profile import OperatorTable
 from muxtune.plan.simulate import SimTask, balanced_split, sim_task, simulate
 from muxtune.plan.timeline import Timeline
@@ -49,7 +49,7 @@ class Outlook:
 
 class Outlooks:
     """Args:
-    cost: with the table's degree of tensor parallelism for `cluster`.
+    cost: with the table's degree of tensor parallelism and the speed of `cluster` (`cost_on`).
     memory: of one device that holds the whole model; its cap is that of each device of the cluster.
     most_rows: that a pass may have whatever memory there is.
     """
@@ -66,7 +66,7 @@ class Outlooks:
         self.loads = loads
         self.cost = cost
         self.memory = memory
-        self.cluster = cluster
+        self.cluster = cluster.model_copy(update={"speed": 1})  # which `cost` knows already
         self.most_rows = most_rows
         self._split: tuple[int, ...] | None = None
 
@@ -79,6 +79,7 @@ class Outlooks:
             self.cluster,
             layers=self.cost.layers,
             row_bytes=self.cost.table.row_bytes,
+            split=self._split,
         )
         return Outlook(plan, timeline, dict(done_s))
 
@@ -159,7 +160,8 @@ class Outlooks:
 
     def _sim(self, members: Members, policy: Policy) -> SimTask:
         costs = pass_costs(members, self.cost, policy)
-        return sim_task(members, costs, sum(self.cost.step_s(load) for load in members), self.memory)
+        steps_s = sum(self.cost.step_s(load) for load in members)
+        return sim_task(members, costs, steps_s, self.memory, rows_of(policy))
 
     def _plan(
         self,
@@ -202,4 +204,4 @@ def cost_on(table: OperatorTable, cluster: ClusterSpec, *, recompute: bool = Fal
             where="tp",
             hint=f"measured for this model: {known}",
         )
-    return CostModel(table, degree=cluster.tp, recompute=recompute)
+    return CostModel(table, degree=cluster.tp, recompute=recompute, scale=1 / cluster.speed)

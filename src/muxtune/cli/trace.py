@@ -68,9 +68,9 @@ def _kinds(record: RoundRecord) -> str:
 
 
 def _line(plans: Sequence[Plan]) -> str:
-    last = plans[-1]
+    count, last = len(plans), plans[-1]
     htasks = " | ".join(" ".join(htask.tasks) for htask in last.htasks)
-    return f"{len(plans)} plan{'s' * (len(plans) != 1)}, the last: {htasks}, {last.iteration_s:.3f} s an iteration predicted"
+    return f"{count} plan{'s' * (count != 1)}, the last: {htasks}, {last.iteration_s:.3f} s an iteration predicted"
 
 
 def _show(records: Sequence[RoundRecord], last: int) -> None:

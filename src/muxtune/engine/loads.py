@@ -74,9 +74,9 @@ def load_of_task(task: Task, places: Sequence[Place]) -> TaskLoad:
     return load_of(task.job, task.data.train, task.chunk_tokens, places, done=task.step, total=task.total_steps)
 
 
-def load_of_prepared(prepared: PreparedJob, chunk_tokens: int, places: Sequence[Place]) -> TaskLoad:
-    """Of a job whose data have been read, before anything is loaded."""
-    return load_of(prepared.job, prepared.data.train, chunk_tokens, places)
+def load_of_prepared(prepared: PreparedJob, chunk_tokens: int, places: Sequence[Place], *, done: int = 0) -> TaskLoad:
+    """Of a job whose data have been read, before anything is loaded, from the step after `done` of them."""
+    return load_of(prepared.job, prepared.data.train, chunk_tokens, places, done=done)
 
 
 def points_of(peft: PeftBase, places: Iterable[Place]) -> int:

@@ -38,7 +38,7 @@ class Drawn(Planning):
         self._plans = list(plans)
         self._rounds = 0
 
-    def renew(self, running: Sequence[Task], held: Sequence[Task], most_rows: int) -> Plan | None:
+    def renew(self, running: Sequence[Task], held: Sequence[Task], most_rows: int, keep_tokens: int = 0) -> Plan | None:
         self.plan = self._plans[self._rounds % len(self._plans)]
         self._rounds += 1
         return self.plan

@@ -214,7 +214,8 @@ class Engine:
             tasks = [task for task in self.tasks.values() if task.data.train]
             running = [task for task in tasks if task.runnable]
             held = [task for task in tasks if not task.runnable]
-            return self._derive(self._rounds, participants, kind, self.planning.renew(running, held, self.fuse_tokens))
+            plan = self.planning.renew(running, held, self.fuse_tokens, self.keep_tokens)
+            return self._derive(self._rounds, participants, kind, plan)
         return self._derive(self._rounds, participants, kind)
 
     def ready_to_plan(self) -> None:

@@ -7,7 +7,7 @@ is not known is the base model loaded, to measure it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,8 +42,9 @@ class Forecast:
     recompute: bool
 
 
-def forecast(training: TrainingRun, notice: Callable[[str], None]) -> Forecast:
-    """Of a run that would begin now, all jobs from their first step. `notice` is told what takes a while.
+def forecast(training: TrainingRun, notice: Callable[[str], None], *, keep: bool = True) -> Forecast:
+    """Of a run that would begin now, all jobs from their first step. `notice` is told what takes a while; `keep`:
+    whether activations of cut sequences are kept where memory here allows.
 
     Raises what the run would: ConfigError, DataError, and others before anything is loaded.
     """
@@ -55,17 +56,17 @@ def forecast(training: TrainingRun, notice: Callable[[str], None]) -> Forecast:
     prepared, _ = training.prepare(planned, base)
     admission = training.admit(prepared, base, planned)
     table = known_table(training, base) or _measured(training, base, notice)
-    return forecast_of(prepared, admission, table)
+    return forecast_of(prepared, admission if keep else replace(admission, keep_tokens=0), table)
 
 
 def forecast_of(
     prepared: Sequence[PreparedJob], admission: Admission, table: OperatorTable, done: Mapping[str, int] | None = None
 ) -> Forecast:
     """Of jobs that have been admitted; `done` are the steps of those that go on."""
-    done, places = done or {}, admission.model.places
+    done, places, keep_tokens = done or {}, admission.model.places, admission.keep_tokens
     chunks = {size.job.name: size.chunk_tokens for size in admission.sizes}
     loads = (
-        load_of_prepared(one, chunks[one.job.name], places, done=done.get(one.job.name, 0))
+        load_of_prepared(one, chunks[one.job.name], places, done=done.get(one.job.name, 0), keep_tokens=keep_tokens)
         for one in prepared
         if one.job.name in chunks
     )
@@ -89,7 +90,12 @@ def known_table(training: TrainingRun, base: ModelFolder) -> OperatorTable | Non
 
 
 def _memory(admission: Admission) -> MemoryModel:
-    return memory_model(admission.model, process_bytes=admission.process_bytes, limit_bytes=admission.limit_bytes)
+    return memory_model(
+        admission.model,
+        process_bytes=admission.process_bytes,
+        limit_bytes=admission.limit_bytes,
+        keep_tokens=admission.keep_tokens,
+    )
 
 
 def _measured(training: TrainingRun, base: ModelFolder, notice: Callable[[str], None]) -> OperatorTable:

@@ -74,7 +74,7 @@ def sim_task(
         footprint = Footprint(held, memory.pass_bytes(rows, longest) - memory.head_bytes)
     return SimTask(
         tuple(member.name for member in members),
-        tuple(SimPass(cost, part == TRAINS) for cost, (_, part) in zip(costs, slots, strict=True)),
+        tuple(SimPass(cost, part >= TRAINS) for cost, (_, part) in zip(costs, slots, strict=True)),
         step_s,
         sum(member.tokens for member in members),
         footprint,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from muxtune.cli.chart import Block, Chart, legend, nice_step, seconds_text, svg
 from muxtune.cli.measured import measured_chart, train_rounds
+from muxtune.cli.trace import _totals
 from muxtune.plan.types import (
     ActionRecord,
     LossSpec,
@@ -105,6 +106,22 @@ def test_a_record_becomes_a_lane_for_the_device_and_one_for_each_task() -> None:
     ]
     assert {block.group for block in passes} == {1}
     assert "16 rows" in passes[0].told and "5 tokens" in passes[1].told
+
+
+def test_a_pass_that_was_kept_is_drawn_as_its_two_ways() -> None:
+    """The second goes on from the first and brings no rows of its own; it is a pass all the same."""
+    piece, tail = SequenceRef(0, 16, 0, 21), SequenceRef(0, 5, 16, 21)
+
+    def batch(kind: str, ref: SequenceRef, keep: bool) -> MicroBatch:
+        item = WorkItem("a", kind, "a/train", (ref,), LossSpec(1) if kind == "train" else None)  # type: ignore[arg-type]
+        return MicroBatch(0, 0, (item,), keep=keep)
+
+    actions = batch("carry", piece, True), batch("train", tail, False), batch("train", piece, True)
+    ran = tuple(ActionRecord(at, at, at + 1, rows) for at, rows in enumerate((16, 16, 0)))
+    record = RoundRecord(RoundSchedule(1, actions), ran, 3.0)
+    device = [block for block in measured_chart([record], ["a"], "measured").blocks if block.lane == 0]
+    assert [(block.kind, block.label) for block in device] == [("carry", "16"), ("pass", "16"), ("backward", "16")]
+    assert "0 rows" not in device[-1].told and _totals([record])["passes"] == 3
 
 
 def test_rounds_of_all_tasks_are_what_is_compared() -> None:

@@ -64,6 +64,10 @@ def test_for_other_hardware(shell: Shell, config: Path, project: Path) -> None:
     assert found["plan"]["stages"] == 2 and len(found["utilisation"]) == 2
     shares = sum(found["utilisation"]) / 2 + found["bubble_share"] + found["stall_share"]
     assert shares == pytest.approx(1, abs=1e-6)
+    text = (project / "two.yaml").read_text().replace("8GB", str(int(1.3 * found["plan"]["peak_bytes"])))
+    (project / "tight.yaml").write_text(text)
+    tight = _json(shell, config, "--cluster", "tight.yaml", "--policy", "sequential")
+    assert all(reason["fits"] for reason in tight["reasons"]), "which one device with the whole model would not say"
     faster = project / "faster.yaml"
     faster.write_text("speed: 4\n")
     assert _json(shell, config, "--cluster", "faster.yaml")["iteration_s"] == pytest.approx(

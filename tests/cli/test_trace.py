@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from muxtune.engine.trace_file import FOLDER, TraceFile, read_traces
@@ -25,7 +26,11 @@ def test_the_rounds_of_a_run(shell: Shell, trained: Path) -> None:
     assert totals["rows"] >= totals["tokens"] > seen and 0 <= totals["ineffective"] < 0.2  # tiny passes, of 16s
     table = shell.run("trace", str(trained), "-n", "3").out.splitlines()
     assert table[0].split() == ["round", "what", "passes", "widest", "rows", "tokens", "unused", "steps", "s"]
-    assert len(table) == 5 and f"{totals['steps']} optimizer steps" in table[-1]
+    assert len(table) == 6 and f"{totals['steps']} optimizer steps" in table[-2]
+    assert totals["plans"] == 1
+    assert re.fullmatch(
+        r"1 plan, the last: (chat \| sql|sql \| chat|chat sql|sql chat), [\d.]+ s an iteration predicted", table[-1]
+    )
 
 
 def test_a_folder_without_a_run(shell: Shell, project: Path) -> None:

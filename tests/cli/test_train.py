@@ -172,6 +172,28 @@ def test_dry_run(shell: Shell, project: Path, tiny_llama: Path) -> None:
     assert found["memory"]["peak_bytes"] < found["memory"]["limit_bytes"]
 
 
+def test_a_dry_run_is_as_long_as_the_plan_says_where_operators_were_measured(
+    shell: Shell, project: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    write_config(project / "eta.yaml", tiny_llama, "eta", TRAINED)
+    own = {"XDG_CACHE_HOME": str(tmp_path)}
+    guessed = json.loads(shell.run("train", "eta.yaml", "--dry-run", "--json", **own).out)
+    assert guessed["time_from"] == "product" and guessed["time_s"] > 0
+    assert "from a matrix product" in shell.run("train", "eta.yaml", "--dry-run", **own).out
+    planned = json.loads(shell.run("plan", "eta.yaml", "--json", **own).out)
+    found = json.loads(shell.run("train", "eta.yaml", "--dry-run", "--json", **own).out)
+    assert found["time_from"] == "plan"
+    assert found["time_s"] == pytest.approx(max(task["done_s"] for task in planned["tasks"]))
+    shares = [[job["time_s"] / one["time_s"] for job in one["jobs"]] for one in (guessed, found)]
+    assert shares[0] == pytest.approx(shares[1]) and sum(shares[1]) == pytest.approx(1)
+    assert "predicted by the plan" in shell.run("train", "eta.yaml", "--dry-run", **own).out
+    pairs = {"datasets": [{"path": "data/pairs.jsonl"}], "method": "dpo", "beta": 0.1}
+    write_config(project / "pairs.yaml", tiny_llama, "pairs", {"pairs": pairs})
+    alone = json.loads(shell.run("plan", "pairs.yaml", "--json", **own).out)["tasks"][0]["done_s"]
+    compared = json.loads(shell.run("train", "pairs.yaml", "--dry-run", "--json", **own).out)["time_s"] - alone
+    assert 0 < compared < alone / 2, "the bare backbone goes forward once, over all that trains"
+
+
 def test_dry_run_of_what_fits_only_with_recomputation(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from muxtune.engine.load import load_backbone
 from muxtune.engine.loads import load_of_task
 from muxtune.engine.planning import Planning, memory_model
 from muxtune.engine.runner import Runner
+from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
 from muxtune.models import attention
 from muxtune.models.memory import footprint
@@ -26,6 +27,7 @@ from muxtune.plan.types import HTask, MicroBatch, Plan, RoundRecord
 from tests.engine.build import Trial, assert_same_bits, attach, backbone_of, mixed_trials, outcome, run, train
 from tests.peak import peak_bytes
 from tests.plan.tables import table
+from tests.sequences import random_sequences
 
 BACKBONE = backbone_of("llama")
 NAMES = [trial.name for trial in mixed_trials("llama")]
@@ -43,7 +45,7 @@ class Drawn(Planning):
         self._plans = list(plans)
         self._rounds = 0
 
-    def renew(self, running: Sequence[Task], held: Sequence[Task], most_rows: int) -> Plan | None:
+    def renew(self, running: Sequence[Task], held: Sequence[Task], most_rows: int, keep_tokens: int = 0) -> Plan | None:
         self.plan = self._plans[self._rounds % len(self._plans)]
         self._rounds += 1
         return self.plan
@@ -164,6 +166,34 @@ def test_no_round_holds_more_than_its_plan_says(passes: float, tiny_llama: Path)
     assert engine.plan is not None and engine.plan.peak_bytes <= memory.cap_bytes
     assert held <= engine.plan.peak_bytes - free.held_bytes(loads)
     assert (len(engine.plan.htasks) > 1) == (passes < 4)
+
+
+def test_an_adapter_without_data_answers_and_is_driven_beside_a_plan() -> None:
+    engine = Engine(BACKBONE, policy="muxtune", planning=Planning(table, MemoryModel(), BACKBONE.places))
+    for trial in mixed_trials("llama"):
+        attach(engine, trial)
+    engine.execute(engine.schedule([task.participant() for task in engine.tasks.values()]))
+    assert engine.plan is not None
+    asked = attach(engine, replace(mixed_trials("llama")[0], name="asked"), ())
+    (reply,) = generate(engine, [Request("asked", (1, 2, 3), frozenset(), max_new_tokens=4)])
+    assert len(reply) == 4
+    assert engine.forward_backward({asked: random_sequences([9, 12], seed=1)})["asked"].tokens > 0
+    assert engine.optim_step(asked).error is None
+
+
+def test_what_has_ended_holds_its_memory_until_it_is_detached() -> None:
+    engine = Engine(BACKBONE, policy="muxtune", planning=_planning())
+    tasks = [attach(engine, trial) for trial in mixed_trials("llama")]
+
+    def peak_bytes() -> int:
+        engine.schedule([task.participant() for task in engine.tasks.values() if task.runnable])
+        assert engine.plan is not None
+        return engine.plan.peak_bytes
+
+    engine.cancel(tasks[0])
+    held = peak_bytes()
+    engine.detach(tasks[0])
+    assert held - peak_bytes() == load_of_task(tasks[0], BACKBONE.places).state_bytes > 0
 
 
 def test_nothing_is_measured_for_one_task() -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from muxtune.engine.profile_cache import FOLDER, KeptTable, kept_table, key_of, table_for
+from muxtune.engine.load import load_backbone
+from muxtune.engine.profile_cache import FOLDER, KeptTable, find_table, kept_table, key_of, table_for
 from muxtune.models.backbone import Backbone
+from muxtune.models.sources import resolve
 from muxtune.plan.profile import OperatorTable, from_json
 from tests.engine.build import backbone_of
 from tests.plan.tables import table
+from tests.tiny import tiny_folder
 
 
 class Measuring:
@@ -53,6 +56,21 @@ def test_whatever_changes_what_is_measured_has_a_table_of_its_own() -> None:
         torch.set_num_threads(threads)
     assert len(keys) == 5
     assert key_of(backbone_of()) in keys
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2", "gpt2", "opt"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_finds_the_table_of_the_model_that_is_loaded_from_it(
+    tmp_path: Path, arch: str, dtype: torch.dtype
+) -> None:
+    """Tied weights and untied ones, in the dtype of the run and not in that of the file."""
+    folder = tiny_folder(tmp_path / "model", arch)
+    cpu = torch.device("cpu")
+    assert find_table(folder, tmp_path, device=cpu, dtype=dtype) is None
+    loaded = load_backbone(resolve(str(folder)), device="cpu", dtype="bf16" if dtype is torch.bfloat16 else "fp32")
+    kept = _kept(loaded, tmp_path, Measuring())
+    assert find_table(folder, tmp_path, device=cpu, dtype=dtype) == kept.table
+    assert find_table(folder, tmp_path, device=cpu, dtype=torch.float64) is None
 
 
 def test_a_file_is_private_and_a_damaged_one_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,7 +37,8 @@ def load(name: str, *chunks: int, **fields: int) -> TaskLoad:
 
 @st.composite
 def loads(draw: st.DrawFn, most: int = 7) -> list[TaskLoad]:
-    """Tasks of one to three chunks of one to three sequences; some have a piece that only goes forward first."""
+    """Tasks of one to three chunks of one to three sequences; some have pieces that go forward first, and perhaps train
+    from what that has kept."""
     count = draw(st.integers(1, most))
     return [_draw_load(draw, f"task-{place}") for place in range(count)]
 
@@ -49,7 +50,9 @@ def _draw_load(draw: st.DrawFn, name: str) -> TaskLoad:
         for _ in range(draw(st.integers(1, 3)))
     ]
     if draw(st.booleans()):
-        carried = ChunkLoad((Span(64, 64),), 0, trains=False)
-        chunks = [carried, *chunks]
+        pieces = [Span(64, 64 * place) for place in range(1, draw(st.integers(1, 2)) + 1)]
+        carried = [ChunkLoad((piece,), 0, trains=False) for piece in pieces]
+        back = [ChunkLoad((piece,), 9, resumes=True) for piece in reversed(pieces)] if draw(st.booleans()) else []
+        chunks = [*carried, chunks[0], *back, *chunks[1:]]
     state = draw(st.integers(0, 1000))
     return TaskLoad(name, tuple(chunks), parameters=draw(st.integers(1, 5000)), state_bytes=state)

@@ -72,6 +72,27 @@ def test_each_device_keeps_to_its_memory():
         Outlooks(tasks, cost, replace(MEMORY, cap_bytes=10), TWO).of("muxtune")
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_that_is_too_small_is_said_whatever_the_tasks_sizes(policy):
+    """Ten small tasks in one pass are as wide as the large one alone: narrower passes end at one task each."""
+    tasks = [load("large", 100), *(load(f"small-{place}", 10) for place in range(10))]
+    cost = CostModel(table(4096))
+    with pytest.raises(ConfigError, match="even with one task a pass"):
+        Outlooks(tasks, cost, replace(MEMORY, cap_bytes=10), TWO).of(policy)
+
+
+def test_of_what_fits_the_fastest_is_taken():
+    """Fused passes are the fastest here, and too large for one device; one task a pass is not."""
+    tasks = [load("large", 100), *(load(f"small-{place}", 10) for place in range(10))]
+    cost = CostModel(table(4096))
+    alone = Outlooks(tasks, cost, MEMORY, TWO).of("sequential")
+    tight = replace(MEMORY, cap_bytes=max(alone.timeline.peak_bytes))
+    for policy in POLICIES:
+        found = Outlooks(tasks, cost, tight, TWO).of(policy)
+        assert found.plan.peak_bytes <= max(alone.timeline.peak_bytes)
+        assert found.iteration_s <= alone.iteration_s * (1 + 1e-9)
+
+
 def test_who_has_fewer_steps_is_done_first_and_the_others_go_on_faster():
     tasks = [load("short", 512, steps=2), load("long", 512, steps=10)]
     cost = CostModel(table(16))
@@ -79,6 +100,15 @@ def test_who_has_fewer_steps_is_done_first_and_the_others_go_on_faster():
     alone = Outlooks(tasks[1:], cost, MEMORY, ONE).of("muxtune")
     assert found.done_s["short"] < found.done_s["long"]
     assert found.done_s["long"] == pytest.approx(2 * found.iteration_s + 8 * alone.iteration_s, rel=0.05)
+
+
+def test_what_is_said_of_htasks_is_for_the_speed_of_the_cluster():
+    tasks = [load(f"task-{place}", 512) for place in range(3)]
+    faster = ClusterSpec(speed=4)
+    plain, found = (Outlooks(tasks, cost_on(table(16), one), MEMORY, one).of("sequential") for one in (ONE, faster))
+    assert found.iteration_s == pytest.approx(plain.iteration_s / 4)
+    assert sum(htask.predicted_s for htask in found.plan.htasks) == pytest.approx(found.iteration_s)
+    assert max(found.done_s.values()) == pytest.approx(max(plain.done_s.values()) / 4)
 
 
 def test_a_degree_without_measurements_is_refused():

@@ -9,7 +9,7 @@ from hypothesis import given
 from muxtune.plan.cost import CostModel
 from muxtune.plan.loads import passes
 from muxtune.plan.memory import MemoryModel
-from muxtune.plan.planner import POLICIES, ineffective, make_plan, reasons
+from muxtune.plan.planner import POLICIES, ineffective, make_plan, reasons, rows_of
 from muxtune.plan.types import Plan
 from tests.plan.tables import load, loads, table
 
@@ -52,7 +52,7 @@ def best_names(plan: Plan) -> list[str]:
 @given(loads(), ALL)
 def test_the_cap_holds(tasks, policy):
     free = MemoryModel(base_bytes=100, head_bytes=10, row_bytes=7)
-    alone = max(free.pass_bytes(task.peak_rows, task.longest) for task in tasks)
+    alone = max(free.pass_bytes(rows_of(policy)([task]), task.longest) for task in tasks)
     cap = free.held_bytes(tasks) + 2 * alone
     capped = MemoryModel(base_bytes=100, head_bytes=10, row_bytes=7, cap_bytes=cap)
     plan = make_plan(tasks, CostModel(table()), capped, policy)
@@ -65,6 +65,7 @@ def test_padding_is_predicted():
     packed, padded = (make_plan(tasks, cost, MEMORY, policy) for policy in ("fuse-all", "padded"))
     assert (packed.htasks[0].rows, padded.htasks[0].rows) == (176, 320)
     assert padded.iteration_s > 1.5 * packed.iteration_s
+    assert padded.peak_bytes - packed.peak_bytes == (320 - 176) * MEMORY.row_bytes
     assert ineffective(packed, tasks, cost) == 0
     assert ineffective(padded, tasks, cost) == pytest.approx(1 - 176 / 320)
 

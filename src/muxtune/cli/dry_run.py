@@ -3,8 +3,10 @@
 It refuses what `muxtune train` refuses before it loads the base model. What only the loaded model shows - the probe of
 an architecture that was not tried, an `adapter_path` that holds another adapter than the job's - it does not see.
 
-Times are estimates, said as such: the products of a step at the rate that a matrix product of the model's width reaches
-on this machine now, times a factor for everything else (docs/log.md). The first step will tell better.
+Times are estimates, said as such. Where what operators cost here is known, the plan tells how long all jobs take
+together (`muxtune.cli.eta`). Otherwise it is the products of their steps at the rate that a matrix product of the
+model's width reaches on this machine now, times a factor for everything else (docs/log.md): the first step will tell
+better. A job's share is that of its products either way.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from muxtune.cli.errors import print_error
+from muxtune.cli.eta import predicted_s
 from muxtune.cli.terminal import console, duration, grid, print_json, tell
 from muxtune.engine.admission import Admission, JobSize
 from muxtune.engine.begin import Failure, PlannedJob
@@ -39,8 +42,8 @@ _RATE_ROWS = 128  # a product of a millisecond or two, so that the best of many 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One job. Tokens are those of one pass over its data; `time_s` is its own share of the run; `waits` says that it
-    starts when others have ended."""
+    """One job. Tokens are those of one pass over its data; `products` are the floating-point operations of those that
+    it has left; `time_s` is its own share of the run; `waits` says that it starts when others have ended."""
 
     name: str
     begins: str
@@ -53,9 +56,10 @@ class Estimate:
     steps_done: int
     parameters: int
     adapter_bytes: int
-    time_s: float
+    products: float
     warnings: tuple[str, ...]
     waits: bool = False
+    time_s: float = 0.0
 
 
 def print_dry_run(training: TrainingRun, *, as_json: bool) -> int:
@@ -68,22 +72,25 @@ def print_dry_run(training: TrainingRun, *, as_json: bool) -> int:
     admission = training.admit(prepared, base, planned) if prepared else None
     if admission is not None:
         failures = failures + [Failure(job, error) for job, error in admission.refused]
-    estimates, damaged = _estimates(training, planned, prepared, admission)
+    estimates, damaged = _estimates(planned, prepared, admission)
     if damaged and not training.keep_going:
         raise damaged[0].error
     failures = [*failures, *damaged]
+    planned_s = None
+    if admission is not None:
+        planned_s = predicted_s(training, base, prepared, admission, {one.name: one.steps_done for one in estimates})
+        estimates = _timed(estimates, planned_s, training, admission.model)
     finished = [plan.job.name for plan in planned if plan.begin == "finished"]
     for failure in failures:
         print_error(failure.named)
     if as_json:
-        print_json(_as_json(estimates, finished, failures, admission))
+        print_json(_as_json(estimates, finished, failures, admission, planned_s is not None))
     else:
-        _print(estimates, finished, admission)
+        _print(estimates, finished, admission, planned_s is not None)
     return 1 if failures else 0
 
 
 def _estimates(
-    training: TrainingRun,
     planned: Sequence[PlannedJob],
     prepared: Sequence[PreparedJob],
     admission: Admission | None,
@@ -91,7 +98,6 @@ def _estimates(
     """Of the jobs that can begin; and those whose checkpoints are all damaged."""
     if admission is None or not admission.sizes:
         return [], []
-    rate = _products_per_s(training, admission.model)
     sizes = {size.job.name: size for size in (*admission.sizes, *admission.waiting)}
     waiting = {size.job.name for size in admission.waiting}
     plans = {plan.job.name: plan for plan in planned}
@@ -102,14 +108,25 @@ def _estimates(
             continue
         plan = plans[job.job.name]
         try:
-            estimate = _estimate(plan, job, size, admission.model, rate)
+            estimate = _estimate(plan, job, size, admission.model)
             estimates.append(replace(estimate, waits=estimate.name in waiting))
         except CheckpointError as error:
             damaged.append(Failure(job.job, error, plan.progress.step))
     return estimates, damaged
 
 
-def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Footprint, rate: float) -> Estimate:
+def _timed(
+    estimates: Sequence[Estimate], planned_s: float | None, training: TrainingRun, model: Footprint
+) -> list[Estimate]:
+    """With times: shares of what the plan says or, without one, of what products take here."""
+    products = sum(one.products for one in estimates)
+    if not products:
+        return list(estimates)
+    whole_s = products / _products_per_s(training, model) * _BESIDE_PRODUCTS if planned_s is None else planned_s
+    return [replace(one, time_s=whole_s * one.products / products) for one in estimates]
+
+
+def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Footprint) -> Estimate:
     job, report = prepared.job, prepared.data.report
     found = load_checkpoint(plan.folder) if plan.begin == "continue" else None
     done = found.state.step if found is not None else 0
@@ -135,7 +152,7 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
         done,
         size.parameters,
         size.state_bytes,
-        flops / rate * _BESIDE_PRODUCTS,
+        flops,
         (*plan.warnings, *prepared.warnings, *filter(None, [size.warning])),
     )
 
@@ -167,7 +184,9 @@ def _products_per_s(training: TrainingRun, model: Footprint) -> float:
     return 2 * _RATE_ROWS * inner * outer / best_s
 
 
-def _print(estimates: Sequence[Estimate], finished: Sequence[str], admission: Admission | None) -> None:
+def _print(
+    estimates: Sequence[Estimate], finished: Sequence[str], admission: Admission | None, from_plan: bool
+) -> None:
     table = grid("job", "examples", "tokens", "trained", "longest", "steps", "parameters", "memory", "time")
     for one in estimates:
         steps = f"{one.steps_done}->{one.steps}" if one.steps_done else str(one.steps)
@@ -191,7 +210,12 @@ def _print(estimates: Sequence[Estimate], finished: Sequence[str], admission: Ad
                 f"{len(admission.waiting)} wait for memory and start as others end: {names}"
             )
         whole = sum(one.time_s for one in estimates)
-        print(f"time: about {duration(whole)} in all, estimated from a matrix product measured just now")
+        source = (
+            "predicted by the plan, from what operators cost here (muxtune plan)"
+            if from_plan
+            else "estimated from a matrix product measured just now"
+        )
+        print(f"time: about {duration(whole)} in all, {source}")
 
 
 def _memory(admission: Admission) -> str:
@@ -214,6 +238,7 @@ def _as_json(
     finished: Sequence[str],
     failures: Sequence[Failure],
     admission: Admission | None,
+    from_plan: bool,
 ) -> dict[str, object]:
     memory = None
     if admission is not None:
@@ -235,4 +260,5 @@ def _as_json(
         "failed": [{"name": failure.job.name, "error": failure.told} for failure in failures],
         "memory": memory,
         "time_s": sum(one.time_s for one in estimates),
+        "time_from": "plan" if from_plan else "product",
     }

@@ -36,12 +36,14 @@ def _blocks(action: Action, done: ActionRecord, began_s: float, lanes: Mapping[s
             yield Block(lane, start_s, end_s, "step", 0, "", told)
         return
     names = [item.task or "the bare base model" for item in action.items]
-    kind = _KINDS.get(action.items[0].kind, "pass")
-    told = f"{', '.join(names)}: {done.rows} rows, {action.tokens} tokens, {took}"
-    yield Block(0, start_s, end_s, kind, action.htask, str(done.rows), told)
+    kind, label, ran = _KINDS.get(action.items[0].kind, "pass"), str(done.rows), f"{done.rows} rows"
+    if action.resumes:  # its forward pass was another one's, which has the rows
+        kind, label, ran = "backward", str(action.tokens), "the way back of what was kept"
+    told = f"{', '.join(names)}: {ran}, {action.tokens} tokens, {took}"
+    yield Block(0, start_s, end_s, kind, action.htask, label, told)
     for item in action.items:
         if item.task is not None and item.task in lanes:
-            own = f"{item.task}: {item.tokens} tokens of a pass of {done.rows} rows, {took}"
+            own = f"{item.task}: {item.tokens} tokens of {ran}, {took}"
             yield Block(lanes[item.task], start_s, end_s, kind, action.htask, str(item.tokens), own)
 
 

@@ -63,7 +63,7 @@ def plan(
     from muxtune.engine.training import TrainingRun
 
     training = TrainingRun(resolved.run, locate=resolved.locate)
-    found = forecast(training, lambda text: tell(text) if text else None)
+    found = forecast(training, lambda text: tell(text) if text else None, keep=cluster is None)
     report = make_report(found, policies, spec, time.perf_counter, cluster is not None)
     if html is not None:
         from muxtune.cli.plan_page import write_page

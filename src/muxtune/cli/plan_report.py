@@ -77,7 +77,9 @@ def make_report(
     began_s = clock()
     outlook = outlooks.of(policies[0])
     planned_s = clock() - began_s
-    why = reasons(outlook.plan, forecast.loads, cost, memory, most_rows=outlooks.most_rows)
+    # What fits several devices is the simulator's word, of a whole plan and not of two hTasks.
+    whole = memory if cluster.devices == 1 else replace(memory, cap_bytes=None)
+    why = reasons(outlook.plan, forecast.loads, cost, whole, most_rows=outlooks.most_rows)
     others = {policy: outlooks.of(policy) for policy in policies[1:]}
     compared = {policies[0]: outlook, **others}
     return Report(

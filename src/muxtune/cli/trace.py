@@ -13,7 +13,7 @@ from muxtune.cli.terminal import console, grid, print_json
 from muxtune.errors import StateError
 
 if TYPE_CHECKING:
-    from muxtune.plan.types import RoundRecord
+    from muxtune.plan.types import Plan, RoundRecord
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run.", show_default=False)]
 Last = Annotated[int, typer.Option("-n", "--last", metavar="N", min=1, help="How many of the newest rounds to list.")]
@@ -21,16 +21,19 @@ Json = Annotated[bool, typer.Option("--json", help="The totals as JSON.")]
 
 
 def trace(run: Run, last: Last = 20, as_json: Json = False) -> None:
-    """Show the rounds of a run: passes, rows, and what part of the rows was no token."""
-    from muxtune.engine.trace_file import read_traces
+    """Show the rounds of a run: passes, rows, what part of them was no token, and the plan last in force."""
+    from muxtune.engine.trace_file import read_plans, read_traces
 
     records = list(read_traces(Path(run)))
     if not records:
         raise StateError("no rounds are recorded here", where=run, hint="give the output_dir of a run")
+    plans = list(read_plans(Path(run)))
     if as_json:
-        print_json(_totals(records))
+        print_json({**_totals(records), "plans": len(plans)})
         return
     _show(records, last)
+    if plans:
+        print(_line(plans))
 
 
 def _totals(records: Sequence[RoundRecord]) -> dict[str, float | int]:
@@ -47,7 +50,10 @@ def _totals(records: Sequence[RoundRecord]) -> dict[str, float | int]:
 
 
 def _passes(record: RoundRecord) -> int:
-    return sum(action.rows > 0 for action in record.actions)
+    """One that goes on from what another has kept brings no rows, and is one all the same."""
+    from muxtune.plan.types import MicroBatch
+
+    return sum(isinstance(record.schedule.actions[done.action], MicroBatch) for done in record.actions)
 
 
 def _steps(record: RoundRecord) -> int:
@@ -59,6 +65,12 @@ def _kinds(record: RoundRecord) -> str:
 
     passes = [action for action in record.schedule.actions if isinstance(action, MicroBatch)]
     return "+".join(sorted({item.kind for action in passes for item in action.items}))
+
+
+def _line(plans: Sequence[Plan]) -> str:
+    count, last = len(plans), plans[-1]
+    htasks = " | ".join(" ".join(htask.tasks) for htask in last.htasks)
+    return f"{count} plan{'s' * (count != 1)}, the last: {htasks}, {last.iteration_s:.3f} s an iteration predicted"
 
 
 def _show(records: Sequence[RoundRecord], last: int) -> None:

@@ -211,10 +211,11 @@ class Engine:
         """A round of these participants under the engine's policy."""
         self._rounds += 1
         if self.policy == "muxtune" and self.planning is not None and kind == "train":
-            tasks = [task for task in self.tasks.values() if task.data.train and not task.status.final]
+            tasks = [task for task in self.tasks.values() if task.data.train]
             running = [task for task in tasks if task.runnable]
             held = [task for task in tasks if not task.runnable]
-            return self._derive(self._rounds, participants, kind, self.planning.renew(running, held, self.fuse_tokens))
+            plan = self.planning.renew(running, held, self.fuse_tokens, self.keep_tokens)
+            return self._derive(self._rounds, participants, kind, plan)
         return self._derive(self._rounds, participants, kind)
 
     def ready_to_plan(self) -> None:

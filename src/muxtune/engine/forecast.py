@@ -6,11 +6,12 @@ is not known is the base model loaded, to measure it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from muxtune.data.prepare import PreparedJob
 from muxtune.engine.admission import Admission
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.loads import load_of_prepared
@@ -41,8 +42,9 @@ class Forecast:
     recompute: bool
 
 
-def forecast(training: TrainingRun, notice: Callable[[str], None]) -> Forecast:
-    """Of a run that would begin now, all jobs from their first step. `notice` is told what takes a while.
+def forecast(training: TrainingRun, notice: Callable[[str], None], *, keep: bool = True) -> Forecast:
+    """Of a run that would begin now, all jobs from their first step. `notice` is told what takes a while; `keep`:
+    whether activations of cut sequences are kept where memory here allows.
 
     Raises what the run would: ConfigError, DataError, and others before anything is loaded.
     """
@@ -53,36 +55,58 @@ def forecast(training: TrainingRun, notice: Callable[[str], None]) -> Forecast:
     base = training.base()
     prepared, _ = training.prepare(planned, base)
     admission = training.admit(prepared, base, planned)
-    places = admission.model.places
+    table = known_table(training, base) or _measured(training, base, notice)
+    return forecast_of(prepared, admission if keep else replace(admission, keep_tokens=0), table)
+
+
+def forecast_of(
+    prepared: Sequence[PreparedJob], admission: Admission, table: OperatorTable, done: Mapping[str, int] | None = None
+) -> Forecast:
+    """Of jobs that have been admitted; `done` are the steps of those that go on."""
+    done, places, keep_tokens = done or {}, admission.model.places, admission.keep_tokens
     chunks = {size.job.name: size.chunk_tokens for size in admission.sizes}
+    loads = (
+        load_of_prepared(one, chunks[one.job.name], places, done=done.get(one.job.name, 0), keep_tokens=keep_tokens)
+        for one in prepared
+        if one.job.name in chunks
+    )
     return Forecast(
-        tuple(load_of_prepared(one, chunks[one.job.name], places) for one in prepared if one.job.name in chunks),
+        tuple(loads),
         tuple(size.job.name for size in admission.waiting),
-        _table(training, base, notice),
+        table,
         _memory(admission),
         admission.fuse_tokens,
         admission.model.recompute,
     )
 
 
-def _memory(admission: Admission) -> MemoryModel:
-    return memory_model(admission.model, process_bytes=admission.process_bytes, limit_bytes=admission.limit_bytes)
-
-
-def _table(training: TrainingRun, base: ModelFolder, notice: Callable[[str], None]) -> OperatorTable:
-    run, cache = training.run, training.cache
+def known_table(training: TrainingRun, base: ModelFolder) -> OperatorTable | None:
+    """What operators cost, where it has been measured for a run like this; no weight is loaded."""
+    if training.num_hidden_layers is not None:
+        return None
+    run = training.run
     device = choose_device(run.device)
-    if training.num_hidden_layers is None:
-        found = find_table(base.path, cache, device=device, dtype=choose_dtype(run.dtype, device))
-        if found is not None:
-            return found
+    return find_table(base.path, training.cache, device=device, dtype=choose_dtype(run.dtype, device))
+
+
+def _memory(admission: Admission) -> MemoryModel:
+    return memory_model(
+        admission.model,
+        process_bytes=admission.process_bytes,
+        limit_bytes=admission.limit_bytes,
+        keep_tokens=admission.keep_tokens,
+    )
+
+
+def _measured(training: TrainingRun, base: ModelFolder, notice: Callable[[str], None]) -> OperatorTable:
+    run = training.run
     engine = LocalEngine(
         base,
         device=run.device,
         dtype=run.dtype,
         threads=run.threads,
         num_hidden_layers=training.num_hidden_layers,
-        cache_dir=cache,
+        cache_dir=training.cache,
         notice=notice,
     )
     assert engine.planning is not None

@@ -1,7 +1,8 @@
 """What a job brings to a round, as the planner sees it: its `TaskLoad`, from its data and its spec alone.
 
 A typical optimizer step stands for all: the middle one, by rows, of the next few, in the task's own order and chunks.
-What a plan must never exceed - the widest chunk, keys and values carried - are bounds over every step there can be.
+What a plan must never exceed - the widest chunk, the longest sequence, keys and values carried - are bounds over every
+step there can be.
 
 The second half goes the other way: from a schedule to the loads that each of its passes has, so that what ran can be
 laid beside what was predicted for exactly that.
@@ -10,6 +11,7 @@ laid beside what was predicted for exactly that.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,20 +42,23 @@ def load_of(
     *,
     done: int = 0,
     total: int | None = None,
+    keep_tokens: int = 0,
 ) -> TaskLoad:
     """Of a job on its training sequences, at least one. `places`: every attach point of the base model.
 
-    `done`, `total`: optimizer steps that have been, and that there are in all (None: as the job says).
+    `done`, `total`: optimizer steps that have been, and that there are in all (None: as the job says). `keep_tokens`:
+    rows whose activations may be kept between passes, as if nobody else's were.
     """
     group = job.group_size
     groups = len(sequences) // group
     total = total_steps(job, groups) if total is None else total
     sampler = Sampler(groups, job.effective_batch, job.seed, shuffle=job.shuffle)
-    steps = [_step(job, sequences, sampler.batch(done + ahead), chunk_tokens) for ahead in range(LOOKED_AT)]
+    batches = [sampler.batch(done + ahead) for ahead in range(LOOKED_AT)]
+    steps = [_step(job, sequences, batch, chunk_tokens, keep_tokens) for batch in batches]
     chunks = sorted(steps, key=lambda chunks: sum(chunk.rows for chunk in chunks))[LOOKED_AT // 2]
     budget = max(chunk_tokens, job.peft.virtual_rows + 1)
     longest = max(map(len, sequences))
-    cut = longest + job.peft.virtual_rows > budget or group * (longest + job.peft.virtual_rows) > budget
+    cut = longest + job.peft.virtual_rows > budget
     return TaskLoad(
         job.name,
         chunks,
@@ -64,17 +69,22 @@ def load_of(
         group * (longest + job.peft.lead) if cut else 0,
         max(0, total - done),
         points_of(job.peft, places),
+        longest + job.peft.lead,
+        longest + job.peft.lead if cut and job.method != "dpo" else 0,
     )
 
 
-def load_of_task(task: Task, places: Sequence[Place]) -> TaskLoad:
+def load_of_task(task: Task, places: Sequence[Place], *, keep_tokens: int = 0) -> TaskLoad:
     """Of an attached task with data, from the step that is next."""
-    return load_of(task.job, task.data.train, task.chunk_tokens, places, done=task.step, total=task.total_steps)
+    data, done, total = task.data.train, task.step, task.total_steps
+    return load_of(task.job, data, task.chunk_tokens, places, done=done, total=total, keep_tokens=keep_tokens)
 
 
-def load_of_prepared(prepared: PreparedJob, chunk_tokens: int, places: Sequence[Place]) -> TaskLoad:
-    """Of a job whose data have been read, before anything is loaded."""
-    return load_of(prepared.job, prepared.data.train, chunk_tokens, places)
+def load_of_prepared(
+    prepared: PreparedJob, chunk_tokens: int, places: Sequence[Place], *, done: int = 0, keep_tokens: int = 0
+) -> TaskLoad:
+    """Of a job whose data have been read, before anything is loaded, from the step after `done` of them."""
+    return load_of(prepared.job, prepared.data.train, chunk_tokens, places, done=done, keep_tokens=keep_tokens)
 
 
 def points_of(peft: PeftBase, places: Iterable[Place]) -> int:
@@ -92,7 +102,7 @@ def members_of(
         if isinstance(source, DecodeSource):
             continue
         peft = tasks[item.task].job.peft if item.task is not None else None
-        chunk = _chunk(item, source, peft)
+        chunk = replace(_chunk(item, source, peft), resumes=batch.resumes)
         found.append((loads[item.task] if item.task is not None else TaskLoad("", (chunk,), BARE), chunk))
     return found
 
@@ -117,13 +127,30 @@ def predicted_s(
 
 
 def _step(
-    job: JobSpec, sequences: Sequence[TokenSequence], groups: Sequence[int], chunk_tokens: int
+    job: JobSpec, sequences: Sequence[TokenSequence], groups: Sequence[int], chunk_tokens: int, keep_tokens: int
 ) -> tuple[ChunkLoad, ...]:
     """The chunks of one optimizer step."""
     size = job.group_size
     indices = [size * group + place for group in groups for place in range(size)]
     brought = participant_of(job, job.name, sequences, indices, chunk_tokens, size)
-    return tuple(_chunk(_item(job, brought, number), sequences, job.peft) for number in range(len(brought.chunks)))
+    resumed = _resumed(brought, keep_tokens)
+    return tuple(
+        replace(_chunk(_item(job, brought, number), sequences, job.peft), resumes=number in resumed)
+        for number in range(len(brought.chunks))
+    )
+
+
+def _resumed(brought: Participant, keep_tokens: int) -> frozenset[int]:
+    """The chunks that train from what was kept, in a round of this participant alone (`muxtune.plan.round`)."""
+    found: set[int] = set()
+    number = 0
+    while number < len(brought.chunks):
+        depth = brought.mirrored(number)
+        if depth and sum(map(brought.rows, range(number, number + depth))) <= keep_tokens:
+            found.update(range(number + depth + 1, number + 2 * depth + 1))
+            number += 2 * depth
+        number += 1
+    return frozenset(found)
 
 
 def _item(job: JobSpec, brought: Participant, number: int) -> WorkItem:

@@ -35,6 +35,7 @@ class _Ground:
     running: frozenset[str]
     held: frozenset[str]
     most_rows: int
+    keep_tokens: int
     scale: float
 
 
@@ -64,20 +65,25 @@ class Planning:
         self._clock = clock
         self._known: OperatorTable | None = None
         self._loads: WeakKeyDictionary[Task, TaskLoad] = WeakKeyDictionary()  # a task that is detached is let go of
+        self._keep_tokens = 0  # that loads have been made with
         self._ground: _Ground | None = None
         self._refine = refine
         self._refinement = Refinement()
         self.plan: Plan | None = None
         self.planned_s = 0.0  # what the last plan took to make
 
-    def renew(self, running: Sequence[Task], held: Sequence[Task], most_rows: int) -> Plan | None:
+    def renew(self, running: Sequence[Task], held: Sequence[Task], most_rows: int, keep_tokens: int = 0) -> Plan | None:
         """The plan in force for these tasks; None where there is nothing to choose.
 
         Args:
             held: tasks that are attached and do not run now.
             most_rows: that tasks may bring to a pass together.
+            keep_tokens: rows of cut sequences whose activations may be kept between passes.
         """
-        ground = _Ground(_names(running), _names(held), most_rows, self._refinement.planned)
+        if keep_tokens != self._keep_tokens:
+            self._keep_tokens = keep_tokens
+            self._loads.clear()
+        ground = _Ground(_names(running), _names(held), most_rows, keep_tokens, self._refinement.planned)
         if len(running) < 2:
             self.plan, self._ground = None, None
         elif ground != self._ground:
@@ -99,7 +105,7 @@ class Planning:
         passes = []
         for done in record.actions:
             action = record.schedule.actions[done.action]
-            if isinstance(action, MicroBatch) and self._is_predicted(action):
+            if isinstance(action, MicroBatch) and self._is_predicted(action, tasks):
                 loads = {name: self.load(tasks[name]) for name in tasks_of(action) if name is not None}
                 members = members_of(action, tasks, loads, sources)
                 predicted_s = cost.pass_cost(members, width=action.width).total_s(cost.layers) if members else 0.0
@@ -108,15 +114,17 @@ class Planning:
         if self._refinement.drifted:
             self._refinement.planned_anew()
 
-    def _is_predicted(self, batch: MicroBatch) -> bool:
-        """Activations that are kept, or computed twice for one task alone, are in no prediction."""
-        return not batch.keep and (not batch.trains or batch.recompute == self._recompute)
+    def _is_predicted(self, batch: MicroBatch, tasks: Mapping[str, Task]) -> bool:
+        """Activations that are computed twice for one task alone are in no prediction; nor are tasks without data,
+        which only answer or are driven by a client."""
+        known = all(tasks[name].data.train for name in tasks_of(batch) if name is not None)
+        return known and (not batch.trains or batch.resumes or batch.recompute == self._recompute)
 
     def load(self, task: Task) -> TaskLoad:
         """What a task brings to a round."""
         known = self._loads.get(task)
         if known is None:
-            known = self._loads[task] = load_of_task(task, self._places)
+            known = self._loads[task] = load_of_task(task, self._places, keep_tokens=self._keep_tokens)
         return known
 
     def _made(self, running: Sequence[Task], held: Sequence[Task], most_rows: int) -> Plan:
@@ -127,14 +135,15 @@ class Planning:
 
     def _with_room(self, loads: Sequence[TaskLoad], beside: Sequence[TaskLoad]) -> MemoryModel:
         """The memory model with a cap that every task alone is within."""
-        if self._memory.cap_bytes is None:
-            return self._memory
-        held = self._memory.held_bytes([*loads, *beside])
-        least = held + max(self._memory.pass_bytes(load.peak_rows, load.longest) for load in loads)
-        return replace(self._memory, cap_bytes=max(self._memory.cap_bytes, least))
+        memory = replace(self._memory, keep_tokens=self._keep_tokens)
+        if memory.cap_bytes is None:
+            return memory
+        held = memory.held_bytes([*loads, *beside])
+        least = held + max(memory.pass_bytes(load.peak_rows, load.longest) for load in loads)
+        return replace(memory, cap_bytes=max(memory.cap_bytes, least))
 
 
-def memory_model(model: Footprint, *, process_bytes: int, limit_bytes: int | None) -> MemoryModel:
+def memory_model(model: Footprint, *, process_bytes: int, limit_bytes: int | None, keep_tokens: int = 0) -> MemoryModel:
     """What admission reckons with, as the planner knows it."""
     return MemoryModel(
         base_bytes=process_bytes + model.weights_bytes,
@@ -143,6 +152,7 @@ def memory_model(model: Footprint, *, process_bytes: int, limit_bytes: int | Non
         score_bytes=model.score_bytes,
         position_bytes=model.position_bytes,
         cap_bytes=limit_bytes,
+        keep_tokens=keep_tokens,
     )
 
 

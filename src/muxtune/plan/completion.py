@@ -52,7 +52,7 @@ def completion(
         ]
         skipped_s = (iterations - shown) * (run[0].wall_s - run[-1].wall_s) / AVERAGED_ITERATIONS
         places = {name: place for place, task in enumerate(tasks) for name in task.tasks}
-        for load in active:
+        for load in (one for one in active if one.steps == iterations):
             done[load.name] = elapsed + run[0].stepped_s(places[load.name], shown - 1) + skipped_s
         elapsed += run[0].wall_s + skipped_s
         active = [replace(load, steps=load.steps - iterations) for load in active if load.steps > iterations]

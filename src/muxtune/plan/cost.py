@@ -7,6 +7,8 @@
 Only the base operators and the head see the sum over members: that is what fusing changes. What is a sequence's or a
 member's own adds up, whoever runs together. Rows are those that run, padded to a multiple of 16.
 
+A pass that resumes what another has kept has no forward part, but for its entry and its head.
+
 An adapter costs something at each attach point that it hooks, and something with its parameters: two measured sizes of
 a type tell the one from the other.
 """
@@ -53,10 +55,10 @@ class CostModel:
         self.scale = scale
         self._layer = table.layer[degree]
 
-    def shared_s(self, rows: Floats, trained: Floats, *, trains: bool) -> Floats:
+    def shared_s(self, rows: Floats, trained: Floats, *, trains: bool, resumes: bool = False) -> Floats:
         """What of a pass depends on its members together, all layers: seconds at each (rows, trained rows)."""
         run = padded_rows(rows)
-        entry, forward, backward, leave = self._shared(run, trained, trains)
+        entry, forward, backward, leave = self._shared(run, trained, trains, resumes)
         return self.scale * (entry + self.layers * (forward + backward) + leave)
 
     def own_s(self, task: TaskLoad, chunk: ChunkLoad) -> float:
@@ -70,9 +72,12 @@ class CostModel:
         rows = sum(chunk.rows for _, chunk in members) + sum(filling)
         trained = np.float64(sum(chunk.trained for _, chunk in members))
         trains = any(chunk.trains for _, chunk in members)
+        resumes = any(chunk.resumes for _, chunk in members)
         run = padded_rows(np.float64(rows))
-        entry, forward, backward, leave = (float(part) for part in self._shared(run, np.asarray(trained), trains))
-        for own_forward, own_backward in [*self._each(members), *self._filling(filling, trains)]:
+        entry, forward, backward, leave = (
+            float(part) for part in self._shared(run, np.asarray(trained), trains, resumes)
+        )
+        for own_forward, own_backward in [*self._each(members), *self._filling(filling, trains, resumes)]:
             forward += own_forward
             backward += own_backward
         leave += sum(self._compared(chunk) for _, chunk in members)
@@ -84,10 +89,14 @@ class CostModel:
         own = _interpolated(task, known, [one.step_s for one in known])
         return self.scale * (float(self.table.optimizer(task.parameters)) + own)
 
-    def _shared(self, run: Floats, trained: Floats, trains: bool) -> tuple[Floats, Floats, Floats, Floats]:
+    def _shared(
+        self, run: Floats, trained: Floats, trains: bool, resumes: bool
+    ) -> tuple[Floats, Floats, Floats, Floats]:
         forward = self._layer.forward(run)
         backward = self._layer.backward(run) if trains else np.zeros_like(forward)
-        if trains and self.recompute:
+        if resumes:
+            forward = np.zeros_like(forward)
+        elif trains and self.recompute:
             backward = backward + forward
         leave = self.table.head.forward(trained)
         if trains:
@@ -98,10 +107,11 @@ class CostModel:
         for member in members:
             yield self._own(*member)
 
-    def _filling(self, rows: Sequence[int], trains: bool) -> Iterator[tuple[float, float]]:
+    def _filling(self, rows: Sequence[int], trains: bool, resumes: bool) -> Iterator[tuple[float, float]]:
         """Rows that are nobody's attend to each other all the same."""
         if rows:
-            yield self._directions(ChunkLoad(tuple(Span(one, one) for one in rows), 0, trains), 0.0, 0.0)
+            spans = tuple(Span(one, one) for one in rows)
+            yield self._directions(ChunkLoad(spans, 0, trains, resumes=resumes), 0.0, 0.0)
 
     def _own(self, task: TaskLoad, chunk: ChunkLoad) -> tuple[float, float]:
         """Forward and backward of one layer."""
@@ -118,6 +128,8 @@ class CostModel:
         if not chunk.trains:
             return forward, 0.0
         backward += self._spans(self.table.attention.backward, seen.backward, chunk)
+        if chunk.resumes:
+            return 0.0, backward
         return forward, backward + (forward if self.recompute else 0.0)
 
     def _spans(self, alone: Curve, seen: Curve, chunk: ChunkLoad) -> float:

@@ -116,10 +116,11 @@ class _Segments:
             steps[place] = cost.step_s(load)
         self._rows, self._trained = (np.cumsum(values, axis=0).astype(np.int64) for values in (rows, trained))
         self._own, self._steps = np.cumsum(own, axis=0), np.cumsum(steps)
+        kinds = [(part >= TRAINS, part > TRAINS) for _, part in slots]
         self._kinds = [
-            (_Known(cost, self._rows[-1][at].max(), self._trained[-1][at].max(), trains=trains), at)
-            for trains in (True, False)
-            if len(at := np.flatnonzero([(kind == TRAINS) == trains for _, kind in slots]))
+            (_Known(cost, self._rows[-1][at].max(), self._trained[-1][at].max(), trains=kind[0], resumes=kind[1]), at)
+            for kind in sorted(set(kinds))
+            if len(at := np.flatnonzero([one == kind for one in kinds]))
         ]
 
     def ending_at(self, stop: int, first: int) -> tuple[Floats, Floats]:
@@ -136,11 +137,11 @@ class _Segments:
 class _Known:
     """`CostModel.shared_s` at every count up to the most there are, looked up: its two parts add up."""
 
-    def __init__(self, cost: CostModel, most_rows: int, most_trained: int, *, trains: bool) -> None:
+    def __init__(self, cost: CostModel, most_rows: int, most_trained: int, *, trains: bool, resumes: bool) -> None:
         rows = ROW_MULTIPLE * np.arange(-(-most_rows // ROW_MULTIPLE) + 1, dtype=np.float64)
         trained = np.arange(most_trained + 1, dtype=np.float64)
-        self._by_rows = cost.shared_s(rows, np.zeros_like(rows), trains=trains)
-        self._by_trained = cost.shared_s(np.zeros_like(trained), trained, trains=trains)
+        self._by_rows = cost.shared_s(rows, np.zeros_like(rows), trains=trains, resumes=resumes)
+        self._by_trained = cost.shared_s(np.zeros_like(trained), trained, trains=trains, resumes=resumes)
 
     def shared_s(self, rows: Counts, trained: Counts) -> Floats:
         found: Floats = self._by_rows[-(-rows // ROW_MULTIPLE)] + self._by_trained[trained]

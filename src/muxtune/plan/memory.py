@@ -1,17 +1,17 @@
 """The memory model: bytes that tasks and passes hold, and the cap that no plan may exceed.
 
     held  = process + weights + sum over tasks of (adapter + gradient + optimizer state + keys and values carried)
-    peak  = held + the largest pass's activations: head + rows x (row + score x longest sequence)
+    peak  = held + the largest pass's activations, and those kept: head + rows x (row + score x longest sequence)
 
 Rows and longest are upper bounds over all steps of the members, so that no actual round holds more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from muxtune.plan.loads import TaskLoad
+from muxtune.plan.loads import TaskLoad, packed_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class MemoryModel:
     row_bytes, score_bytes: activations of one row, all layers; of one row and one position that it sees.
     position_bytes: keys and values of one carried position, and their gradient, all layers.
     cap_bytes: what there is; None: no limit.
+    keep_tokens: rows whose activations may be kept beside a pass, of what no pass needs.
     """
 
     base_bytes: int = 0
@@ -30,6 +31,7 @@ class MemoryModel:
     score_bytes: int = 0
     position_bytes: int = 0
     cap_bytes: int | None = None
+    keep_tokens: int = 0
 
     def held_bytes(self, tasks: Iterable[TaskLoad]) -> int:
         """Whatever runs."""
@@ -39,11 +41,18 @@ class MemoryModel:
     def pass_bytes(self, rows: int, longest: int) -> int:
         return self.head_bytes + rows * (self.row_bytes + self.score_bytes * longest)
 
-    def peak_bytes(self, tasks: Sequence[TaskLoad], htasks: Iterable[Sequence[TaskLoad]]) -> int:
-        """Of a plan that fuses `tasks` as `htasks`."""
-        passes = (
-            self.pass_bytes(sum(one.peak_rows for one in htask), max(one.longest for one in htask)) for htask in htasks
-        )
+    def peak_bytes(
+        self,
+        tasks: Sequence[TaskLoad],
+        htasks: Iterable[Sequence[TaskLoad]],
+        rows_of: Callable[[Sequence[TaskLoad]], int] = packed_rows,
+    ) -> int:
+        """Of a plan that fuses `tasks` as `htasks`, whose largest pass has `rows_of` rows."""
+
+        def rows(htask: Sequence[TaskLoad]) -> int:
+            return rows_of(htask) + min(self.keep_tokens, sum(one.kept for one in htask))
+
+        passes = (self.pass_bytes(rows(htask), max(one.longest for one in htask)) for htask in htasks)
         return self.held_bytes(tasks) + max(passes, default=0)
 
     def free_bytes(self, tasks: Iterable[TaskLoad]) -> int | None:

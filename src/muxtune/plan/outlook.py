@@ -3,9 +3,11 @@
 On one device fusion's own prediction is the simulator's. On several it is an approximation - bubbles by their closed
 form, collectives not at all -, so `muxtune` there simulates the partitions it could be wrong between: the one for a
 pipeline of these stages, the one for a single stage, one task at a time, all that fit at once; and buckets from one to
-as many as there are hTasks, where members of a bucket overlap. The least wall time wins; of equals the first.
+as many as there are hTasks, where members of a bucket overlap. Of what fits, the least wall time wins; of equals the
+first.
 
-A plan that holds more on any device than there is, is made again with passes of half the rows.
+Where all candidates hold more on some device than there is, they are made again with passes of half the rows, down to
+those of the widest task, and in the end with one task a pass.
 
 The boundary: no torch, no clock. Cost: a simulation for each candidate.
 """
@@ -21,7 +23,7 @@ from muxtune.plan.cost import CostModel
 from muxtune.plan.grouping import group
 from muxtune.plan.loads import TaskLoad
 from muxtune.plan.memory import MemoryModel
-from muxtune.plan.planner import Members, fused, pass_costs, plan_of
+from muxtune.plan.planner import Members, fused, pass_costs, plan_of, rows_of
 from muxtune.plan.profile import OperatorTable
 from muxtune.plan.simulate import SimTask, balanced_split, sim_task, simulate
 from muxtune.plan.timeline import Timeline
@@ -47,7 +49,7 @@ class Outlook:
 
 class Outlooks:
     """Args:
-    cost: with the table's degree of tensor parallelism for `cluster`.
+    cost: with the table's degree of tensor parallelism and the speed of `cluster` (`cost_on`).
     memory: of one device that holds the whole model; its cap is that of each device of the cluster.
     most_rows: that a pass may have whatever memory there is.
     """
@@ -64,7 +66,7 @@ class Outlooks:
         self.loads = loads
         self.cost = cost
         self.memory = memory
-        self.cluster = cluster
+        self.cluster = cluster.model_copy(update={"speed": 1})  # which `cost` knows already
         self.most_rows = most_rows
         self._split: tuple[int, ...] | None = None
 
@@ -77,6 +79,7 @@ class Outlooks:
             self.cluster,
             layers=self.cost.layers,
             row_bytes=self.cost.table.row_bytes,
+            split=self._split,
         )
         return Outlook(plan, timeline, dict(done_s))
 
@@ -87,30 +90,33 @@ class Outlooks:
         return [self._sim([by_name[name] for name in htask.tasks], policy) for htask in plan.htasks], plan.buckets
 
     def _best(self, loads: Members, policy: Policy) -> tuple[Plan, Timeline]:
-        most_rows = self.most_rows
-        while True:
+        for partitions in self._attempts(loads, policy):
             found = [
                 (self._plan(groups, buckets, policy, timeline, loads), timeline)
-                for groups in self._partitions(loads, policy, most_rows)
+                for groups in partitions
                 for buckets, timeline in self._timelines(groups, policy)
             ]
-            plan, timeline = min(found, key=lambda one: one[1].wall_s)
-            cap_bytes = self.memory.cap_bytes
-            if cap_bytes is None or plan.peak_bytes <= cap_bytes or self._single:
-                return plan, timeline
-            widest = max(sum(load.peak_rows for load in self._members(htask.tasks, loads)) for htask in plan.htasks)
-            if max(len(htask.tasks) for htask in plan.htasks) == 1:
-                raise _too_small(plan.peak_bytes, cap_bytes)
-            most_rows = max(widest // 2, *(load.peak_rows for load in loads))
+            if able := [one for one in found if self._single or self._fits(one[0].peak_bytes)]:
+                return min(able, key=lambda one: one[1].wall_s)
+        raise _too_small(min(plan.peak_bytes for plan, _ in found), self.memory.cap_bytes or 0)
 
     @property
     def _single(self) -> bool:
         """Whether fusion itself keeps to the memory."""
         return self.cluster.pp == self.cluster.tp == 1
 
-    @staticmethod
-    def _members(names: Sequence[str], loads: Members) -> list[TaskLoad]:
-        return [load for load in loads if load.name in names]
+    def _fits(self, peak_bytes: int) -> bool:
+        return self.memory.cap_bytes is None or peak_bytes <= self.memory.cap_bytes
+
+    def _attempts(self, loads: Members, policy: Policy) -> Iterator[Iterator[list[Members]]]:
+        """Partitions to choose from, with ever narrower passes."""
+        yield self._partitions(loads, policy, self.most_rows)
+        all_rows, least = sum(load.peak_rows for load in loads), max(load.peak_rows for load in loads)
+        rows = all_rows if self.most_rows is None else min(all_rows, self.most_rows)
+        while rows > least:
+            rows = max(rows // 2, least)
+            yield self._partitions(loads, policy, rows)
+        yield self._partitions(loads, "sequential", None)
 
     def _partitions(self, loads: Members, policy: Policy, most_rows: int | None) -> Iterator[list[Members]]:
         memory = self.memory if self._single else replace(self.memory, cap_bytes=None)
@@ -154,7 +160,8 @@ class Outlooks:
 
     def _sim(self, members: Members, policy: Policy) -> SimTask:
         costs = pass_costs(members, self.cost, policy)
-        return sim_task(members, costs, sum(self.cost.step_s(load) for load in members), self.memory)
+        steps_s = sum(self.cost.step_s(load) for load in members)
+        return sim_task(members, costs, steps_s, self.memory, rows_of(policy))
 
     def _plan(
         self,
@@ -197,4 +204,4 @@ def cost_on(table: OperatorTable, cluster: ClusterSpec, *, recompute: bool = Fal
             where="tp",
             hint=f"measured for this model: {known}",
         )
-    return CostModel(table, degree=cluster.tp, recompute=recompute)
+    return CostModel(table, degree=cluster.tp, recompute=recompute, scale=1 / cluster.speed)

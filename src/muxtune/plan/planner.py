@@ -10,12 +10,12 @@ a prediction of one iteration, an optimizer step of every task.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from muxtune.plan.cost import CostModel, PassCost
 from muxtune.plan.fusion import fuse_optimally
-from muxtune.plan.loads import TaskLoad, passes, widest_span
+from muxtune.plan.loads import TaskLoad, packed_rows, padded_to_longest, passes, widest_span
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.round import neighbours
 from muxtune.plan.types import HTask, Plan, Policy
@@ -58,7 +58,7 @@ def plan_of(
         tuple((place,) for place in range(len(htasks))),
         stages,
         sum(htask.predicted_s for htask in htasks),
-        memory.peak_bytes(held, groups),
+        memory.peak_bytes(held, groups, rows_of(policy)),
         memory.cap_bytes,
     )
 
@@ -79,8 +79,12 @@ def fused(
         return list(found.htasks)
     if policy == "sequential":
         return [(load,) for load in loads]
-    rows_of = _padded_rows if policy == "padded" else _packed_rows
-    return [tuple(group) for group in neighbours(loads, rows_of, _most(loads, memory, most_rows, also_held))]
+    return [tuple(group) for group in neighbours(loads, rows_of(policy), _most(loads, memory, most_rows, also_held))]
+
+
+def rows_of(policy: Policy) -> Callable[[Members], int]:
+    """What counts the rows of the largest pass of an hTask."""
+    return padded_to_longest if policy == "padded" else packed_rows
 
 
 def _most(loads: Members, memory: MemoryModel, most_rows: int | None, also_held: Members) -> int | None:
@@ -91,15 +95,6 @@ def _most(loads: Members, memory: MemoryModel, most_rows: int | None, also_held:
     row_bytes = memory.row_bytes + memory.score_bytes * max(load.longest for load in loads)
     rows = max(0, free_bytes - memory.head_bytes) // row_bytes
     return rows if most_rows is None else min(rows, most_rows)
-
-
-def _packed_rows(members: Members) -> int:
-    return sum(load.peak_rows for load in members)
-
-
-def _padded_rows(members: Members) -> int:
-    longest = max(span.rows for load in members for chunk in load.chunks for span in chunk.spans)
-    return longest * sum(max(len(chunk.spans) for chunk in load.chunks) for load in members)
 
 
 def pass_costs(members: Members, cost: CostModel, policy: Policy = "muxtune") -> list[PassCost]:
@@ -147,7 +142,7 @@ def reasons(
     by_name = {load.name: load for load in loads}
     groups = [[by_name[name] for name in htask.tasks] for htask in plan.htasks]
     most = _most(loads, memory, most_rows, also_held)
-    rows_of = _padded_rows if plan.policy == "padded" else _packed_rows
+    count = rows_of(plan.policy)
     found = []
     for place, group in enumerate(groups):
         own_s = plan.htasks[place].predicted_s
@@ -157,8 +152,8 @@ def reasons(
             continue
         together = [*group, *groups[place + 1]]
         more_s = _htask(together, cost, plan.policy).predicted_s - own_s - plan.htasks[place + 1].predicted_s
-        needed = memory.peak_bytes([*loads, *also_held], [together])
-        found.append(Reason(place, alone_s, own_s, more_s, needed, most is None or rows_of(together) <= most))
+        needed = memory.peak_bytes([*loads, *also_held], [together], count)
+        found.append(Reason(place, alone_s, own_s, more_s, needed, most is None or count(together) <= most))
     return found
 
 

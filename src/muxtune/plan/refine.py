@@ -4,10 +4,11 @@ The operator table is measured once; the machine's pace is not constant, and som
 So each pass's measured time is laid beside what was predicted of it without any correction. The *correction* is the
 median of measured / predicted over the last `WINDOW` of them, weighed by what was predicted: seconds are to be right,
 not the number of passes, and a burst of other work moves a median little. *Drift* is how far the correction is from the
-one that the plan was made with; beyond `TOLERANCE` a new plan may be another one.
+one that the plan was made with; beyond `TOLERANCE` a plan is made anew, so that what it says of time holds again.
 
-One factor serves all passes. Factors by bands of rows were left out: the table has a floor and a slope of its own, and
-what is wrong on a machine that got slower is wrong alike everywhere (docs/adr/0010-operator-table.md).
+One factor serves all passes, so it changes no comparison between plans: who runs with whom stays as it was. Factors by
+bands of rows were left out: the table has a floor and a slope of its own, and what is wrong on a machine that got
+slower is wrong alike everywhere (docs/adr/0010-operator-table.md).
 
 The boundary: numbers, no clock. Cost: a sort of the window.
 """

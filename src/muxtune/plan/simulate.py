@@ -20,11 +20,11 @@ microsecond or few an event; with tp > 1 there are four a layer and pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from muxtune.plan.cost import PassCost
-from muxtune.plan.loads import TRAINS, TaskLoad
+from muxtune.plan.loads import TRAINS, TaskLoad, packed_rows
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.overlap import Chain, backward_chain, forward_chain, list_schedule
 from muxtune.plan.pipeline import Slot, StageAction, make_template
@@ -58,19 +58,23 @@ class SimTask:
 
 
 def sim_task(
-    members: Sequence[TaskLoad], costs: Sequence[PassCost], step_s: float, memory: MemoryModel | None = None
+    members: Sequence[TaskLoad],
+    costs: Sequence[PassCost],
+    step_s: float,
+    memory: MemoryModel | None = None,
+    rows_of: Callable[[Sequence[TaskLoad]], int] = packed_rows,
 ) -> SimTask:
     """The hTask of these members, given what its passes cost, in order (`muxtune.plan.planner.pass_costs`), and all
-    members' steps together. What it holds is known where there is a memory model."""
+    members' steps together. What it holds is known where there is a memory model; `rows_of` counts its largest pass."""
     slots = sorted(set().union(*(member.slots for member in members)))
     footprint = NOTHING
     if memory is not None:
-        rows, longest = sum(member.peak_rows for member in members), max(member.longest for member in members)
+        rows, longest = rows_of(members), max(member.longest for member in members)
         held = memory.held_bytes(members) - memory.base_bytes
         footprint = Footprint(held, memory.pass_bytes(rows, longest) - memory.head_bytes)
     return SimTask(
         tuple(member.name for member in members),
-        tuple(SimPass(cost, part == TRAINS) for cost, (_, part) in zip(costs, slots, strict=True)),
+        tuple(SimPass(cost, part >= TRAINS) for cost, (_, part) in zip(costs, slots, strict=True)),
         step_s,
         sum(member.tokens for member in members),
         footprint,

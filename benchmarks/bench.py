@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--part adapters] [--part chunks]
                                [--part long] [--part planning] [--part policies] [--part prediction]
+                               [--part choices]
                                [--tokens N] [--chunk N] [--tasks N] [--mixes N] [--seed N]
                                [--rounds N] [--threads N] [--layers N] [--model NAME]
                                [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
@@ -14,9 +15,9 @@ executor's own time, on four layers, too (`chunks`). *long*: one example of `--t
 `--chunk`, whose activations are computed twice or kept, on ten layers (`long`; on the CPU only). *planning*: what it
 takes, and what it gives up (`planning`). *policies*: four of them and transformers + peft on four kinds of load, for
 each of `--tasks`, on six layers (`policies`). *prediction*: of mixes drawn after the operator table is measured, what a
-step takes against what was predicted, and whether the policy called best is (`prediction`, `choices`). `--layers 2` is
-a quick look that says nothing about the whole model. The JSON that `--out` writes is described in `report`. Exits 1
-where the sides' final losses disagree.
+step takes against what was predicted (`prediction`). *choices*: whether the policy called best for such a mix is, on
+six layers (`choices`). `--layers 2` is a quick look that says nothing about the whole model. The JSON that `--out`
+writes is described in `report`. Exits 1 where the sides' final losses disagree.
 
 About an hour on two quiet cores; anything else that runs meanwhile makes the figures worth less.
 """
@@ -50,6 +51,7 @@ from benchmarks.report import (
     Findings,
     Layout,
     show_adapters,
+    show_choices,
     show_chunks,
     show_long,
     show_machine,
@@ -64,13 +66,24 @@ from muxtune.engine.load import choose_device, load_backbone
 from muxtune.engine.profiler import measure
 from muxtune.models.sources import ModelFolder
 
-PARTS = ("light", "non-uniform", "memory", "adapters", "chunks", "long", "planning", "policies", "prediction")
+PARTS = (
+    "light",
+    "non-uniform",
+    "memory",
+    "adapters",
+    "chunks",
+    "long",
+    "planning",
+    "policies",
+    "prediction",
+    "choices",
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = "benchmarks.sides:muxtune_tasks"
 MEMORY_TASKS = (1, 8, 32)
 WARMUP = 1
 # A light step takes a tenth of a non-uniform one and is the noisier for it.
-ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3, "chunks": 5, "policies": 5, "prediction": 5}
+ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3, "chunks": 5, "policies": 5, "prediction": 5, "choices": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +147,24 @@ def run_policies(settings: Settings) -> Iterator[PolicyRace]:
                 yield policy_race(kind, tasks, backbone, model, lambda: table, rounds=rounds)
 
 
-def run_prediction(settings: Settings, console: Console) -> tuple[prediction.Report, Choices]:
+def run_prediction(settings: Settings, console: Console) -> prediction.Report:
     """The table is measured once, before any mix is drawn."""
     rounds = settings.rounds or ROUNDS["prediction"]
     with model_folder(settings.model, settings.layers) as folder:
         backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
-        table = measure(backbone)
         drawn = {"mixes": settings.mixes, "seed": settings.seed, "rounds": rounds, "clock": time.perf_counter}
-        report = prediction.predictions(backbone, table, tell=lambda one: console.print(prediction.line(one)), **drawn)
-        return report, choices(backbone, table, **drawn)
+        told = {"tell": lambda one: console.print(prediction.line(one), highlight=False, soft_wrap=True)}
+        return prediction.predictions(backbone, measure(backbone), **drawn, **told)
+
+
+def run_choices(settings: Settings, console: Console) -> Choices:
+    """The same mixes, each under every policy, on the first layers alone."""
+    rounds = settings.rounds or ROUNDS["choices"]
+    with model_folder(settings.model, settings.layers or policies.LAYERS) as folder:
+        backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+        drawn = {"mixes": settings.mixes, "seed": settings.seed, "rounds": rounds, "clock": time.perf_counter}
+        told = {"tell": lambda one: console.print(one.told, highlight=False, soft_wrap=True)}
+        return choices(backbone, measure(backbone), **drawn, **told)
 
 
 def run_memory(folder: ModelFolder) -> Iterator[Layout]:
@@ -206,8 +228,11 @@ def _measure(part: str, folder: ModelFolder, settings: Settings, found: Findings
             found.policies.append(race)
             show_policies(console, race)
     elif part == "prediction":
-        found.predictions, found.choices = run_prediction(settings, console)
-        show_prediction(console, found.predictions, found.choices)
+        found.predictions = run_prediction(settings, console)
+        show_prediction(console, found.predictions)
+    elif part == "choices":
+        found.choices = run_choices(settings, console)
+        show_choices(console, found.choices)
     elif part == "long":
         found.long = run_long(settings)
         show_long(console, found.long)

@@ -44,6 +44,12 @@ class Choice:
         return min(self.predicted_s, key=lambda policy: self.predicted_s[policy])
 
     @property
+    def told(self) -> str:
+        """In words."""
+        best = min(self.measured_s, key=lambda policy: self.measured_s[policy])
+        return f"{self.number:3d} {self.tasks:2d} tasks: chose {self.chosen}, best {best}, {self.regret:+.1%}"
+
+    @property
     def regret(self) -> float:
         """How much longer the chosen one took than the best."""
         return self.measured_s[self.chosen] / min(self.measured_s.values()) - 1

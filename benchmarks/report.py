@@ -218,11 +218,16 @@ def show_policies(console: Console, race: PolicyRace) -> None:
     )
 
 
-def show_prediction(console: Console, report: Report, choices: Choices) -> None:
-    """Errors of predictions, and what choosing by them costs."""
+def show_prediction(console: Console, report: Report) -> None:
+    """Errors of predictions."""
     for told, paced in (("|error|", False), ("at the machine's pace", True)):
         middle, high = report.quantile(0.5, paced=paced), report.quantile(0.9, paced=paced)
-        console.print(f"{told} of {len(report.outcomes)} mixes: median {middle:.1%}, p90 {high:.1%}", highlight=False)
+        drawn = f"{told} of {len(report.outcomes)} mixes"
+        console.print(f"{drawn}: median {middle:.1%}, p90 {high:.1%}, bias {report.bias:+.1%}", highlight=False)
+
+
+def show_choices(console: Console, choices: Choices) -> None:
+    """What choosing by predictions costs, and what other chunk lengths would."""
     best = f"within 5 % of the best measured in {choices.within:.0%} of {len(choices.choices)} mixes"
     longer = f"median {choices.regret(0.5):.1%} longer, p90 {choices.regret(0.9):.1%}"
     console.print(f"the policy called best: {best}; {longer}", highlight=False, soft_wrap=True)

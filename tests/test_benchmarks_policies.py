@@ -16,7 +16,7 @@ from benchmarks.choices import Choice, Choices, choices
 from benchmarks.planning import all_partitions, planning_costs
 from benchmarks.policies import KINDS, POLICIES, load_of_kind, median_interval, policy_race
 from benchmarks.prediction import Outcome, Report
-from benchmarks.report import show_planning, show_policies, show_prediction
+from benchmarks.report import show_choices, show_planning, show_policies, show_prediction
 from tests.engine.build import backbone_of
 from tests.plan.partitions import partitions
 from tests.plan.tables import table
@@ -96,6 +96,7 @@ def test_mixes_run_under_every_policy() -> None:
     assert all(first < then for first, then in pairwise(numbers))
     console = Console(record=True, width=160)
     outcome = Outcome(0, "lora 5", "fuse-all", 1, 16, 1.1, 1.0, 0.1)
-    show_prediction(console, Report((outcome,)), found)
+    show_prediction(console, Report((outcome,)))
+    show_choices(console, found)
     told = console.export_text()
     assert "median 10.0%" in told and "of 2 mixes" in told

@@ -55,11 +55,12 @@ class ProfileCache(PrivateCache[OperatorTable]):
 
 @dataclass(frozen=True, slots=True)
 class KeptTable:
-    """A table and where it is kept; `fresh` where it has been measured just now."""
+    """A table and its place. `fresh`: it has been measured just now. `kept`: it is there, and not only should be."""
 
     table: OperatorTable
     path: Path
     fresh: bool
+    kept: bool = True
 
 
 def table_for(backbone: Backbone, cache_dir: Path, *, fresh: bool = False, model: str = "") -> OperatorTable:
@@ -81,9 +82,8 @@ def kept_table(
     cache, key = ProfileCache(cache_dir / FOLDER), key_of(backbone)
     found = None if fresh else cache.load(key)
     table = found or replace(measuring(backbone, model=model), measured_at_s=now())
-    if found is None:
-        cache.store(key, table)
-    return KeptTable(table, cache.path(key), found is None)
+    kept = found is not None or cache.store(key, table)
+    return KeptTable(table, cache.path(key), found is None, kept)
 
 
 def find_table(folder: Path, cache_dir: Path, *, device: torch.device, dtype: torch.dtype) -> OperatorTable | None:

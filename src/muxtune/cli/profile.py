@@ -66,7 +66,10 @@ def _show(kept: KeptTable, weights: int) -> None:
     table = kept.table
     layers, threads = _counted(table.layers, "layer"), _counted(table.threads, "thread")
     print(f"{table.model}: {layers}, {table.dtype}, {table.device}, {threads}")
-    print(f"{_age(kept)}, {'kept in' if kept.kept else 'but could not be kept in'} {kept.path}\n")
+    print(f"{_age(kept)}, {'kept in' if kept.kept else 'but could not be kept in'} {kept.path}")
+    if table.busy:
+        print(f"repeats differed by {table.spread:.0%}: the machine was busy; --fresh measures again, once it is quiet")
+    print()
     _show_layers(table, weights)
     _show_counts("attention of a sequence in one layer: positions", table.attention)
     _show_counts("head: trained rows", table.head)

@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from muxtune.engine.trace_file import FOLDER, TraceFile, read_traces
 from muxtune.plan.types import RoundRecord, RoundSchedule
 from tests.cli.projects import rows
@@ -38,7 +40,9 @@ def test_a_folder_without_a_run(shell: Shell, project: Path) -> None:
     assert ended.code == 2 and "no rounds are recorded here" in ended.err and "Traceback" not in ended.err
 
 
-def test_a_line_that_was_cut_off_is_passed_over_and_each_process_has_its_own_file(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_passed_over_and_each_process_has_its_own_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(2):
         with TraceFile.begin(tmp_path) as trace:
             trace.append(RoundRecord(RoundSchedule(number, ()), (), 0.5))
@@ -46,6 +50,7 @@ def test_a_line_that_was_cut_off_is_passed_over_and_each_process_has_its_own_fil
         file.write('{"schedule":{"round":7,"act')
     assert len(list((tmp_path / FOLDER).iterdir())) == 2
     assert [record.schedule.round for record in read_traces(tmp_path)] == [0, 1]
+    assert f"{trace.path}: 1 line is cut off or damaged and passed over" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_ends_the_trace_not_the_run(tmp_path: Path) -> None:

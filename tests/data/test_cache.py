@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -101,6 +102,20 @@ def test_a_cache_that_cannot_be_written_is_only_a_warning(tmp_path: Path, caplog
     cache.store(KEY, tokens())
     assert cache.load(KEY) is None
     assert "cannot be written" in caplog.text
+
+
+def test_an_entry_that_cannot_be_marked_as_used_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a disk that is mounted read-only."""
+    cache = TokenCache(tmp_path)
+    assert cache.store(KEY, tokens()) and not TokenCache(tmp_path, limit_bytes=1).store(KEY, tokens())
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert same(cache.load(KEY), tokens()) and caplog.text == ""
 
 
 def test_the_least_recently_used_go_first_and_the_newest_stays(tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda _: muxtune.Engine(Path("x"), device=5),
         "device: should be auto, cpu, cuda or cuda:N, got 5",
     ),  # type: ignore[arg-type]
+    "more threads than there are": (
+        lambda _: muxtune.Engine(Path("x"), threads=5000),
+        "threads: must be at most 4096",
+    ),
     "no such device": (lambda _: muxtune.Engine(Path("x"), device="gpu"), "device: should be auto, cpu, cuda or"),
     "no such dtype": (lambda _: muxtune.Engine(Path("x"), dtype="fp23"), "dtype: should be one of auto, fp32"),  # type: ignore[arg-type]
     "no model": (lambda e: muxtune.Engine(5), "base_model: should be a path"),  # type: ignore[arg-type]

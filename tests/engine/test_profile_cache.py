@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from time import sleep
 
 import pytest
 import torch
@@ -88,7 +91,29 @@ def test_a_file_is_private_and_a_damaged_one_is_made_anew(tmp_path: Path, caplog
 def test_a_folder_that_cannot_be_written_costs_the_measurement_only(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("in the way")
     measuring = Measuring()
-    assert all(_kept(backbone_of(), tmp_path, measuring).fresh for _ in range(2)) and measuring.times == 2
+    found = [_kept(backbone_of(), tmp_path, measuring) for _ in range(2)]
+    assert all(one.fresh and not one.kept for one in found) and measuring.times == 2
+
+
+def test_who_comes_while_another_measures_waits_and_takes_what_is_kept_then(tmp_path: Path) -> None:
+    measuring, backbone = Measuring(), backbone_of()
+    began, go_on = Event(), Event()
+
+    class Slow(Measuring):
+        def __call__(self, backbone: Backbone, *, model: str) -> OperatorTable:
+            began.set()
+            assert go_on.wait(60)
+            return super().__call__(backbone, model=model)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(_kept, backbone, tmp_path, Slow())
+        assert began.wait(60)
+        second = pool.submit(_kept, backbone, tmp_path, measuring)
+        sleep(0.2)
+        assert not second.done()
+        go_on.set()
+        assert first.result(60).fresh and second.result(60).table == first.result().table
+    assert measuring.times == 0
 
 
 def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from muxtune.engine import interleaved
-from muxtune.engine.interleaved import Stopwatch, typical
+from muxtune.engine.interleaved import Stopwatch, spread_of, typical
 from muxtune.engine.pieces import ShardedTrial, shardable
 from muxtune.engine.profiler import ADAPTERS, SHORTEST, _parted, measure
 from muxtune.models.backbone import Backbone
@@ -131,6 +131,14 @@ def test_turns_go_on_until_the_budget_is_spent_and_long_trials_take_few() -> Non
 def test_a_burst_and_one_lucky_run_do_not_count() -> None:
     assert typical([(1.0, 5.0), (1.1, 5.1), (9.0, 5.2), (1.2, 50.0), (0.2, 5.3)]) == (1.1, 5.2)
     assert typical([(2.0,), (1.0,)]) == (1.0,)
+
+
+def test_repeats_that_are_far_apart_are_seen() -> None:
+    assert spread_of([(1.0, 1.0)] * 4) == 0.0
+    assert spread_of([(1.0,), (1.02,), (1.04,), (9.0,)]) > spread_of([(1.0,), (1.01,), (1.02,), (1.03,)]) > 0
+    watch, times = Stopwatch(iter(count()).__next__, CPU, 100.0), iter([1.0, 3.0] * 20)
+    watch.timed({"a": lambda: (next(times),)}, share=0.5)
+    assert watch.spread > 0.5 and Stopwatch(watch.clock, CPU, 1.0).spread == 0.0
 
 
 def _state(backbone: Backbone) -> str:

@@ -21,6 +21,7 @@ from muxtune.engine.engine import Engine
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task_folder import read_origin
+from muxtune.engine.trace_file import read_traces
 from muxtune.engine.training import TrainingRun
 from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError, TaskError
 from muxtune.models.cache import file_sha256
@@ -99,6 +100,23 @@ def test_overwrite_leaves_nothing_of_the_old_run(make: Make, cache: Path, disk: 
     shutil.rmtree(disk / "run")
     train(make({"a": {"seed": 2}}), cache_dir=cache)
     assert bits(disk / "run/a") == again
+
+
+def test_overwrite_starts_the_record_of_rounds_anew_unless_another_run_is_in_it(
+    make: Make, cache: Path, disk: Path
+) -> None:
+    def rounds() -> list[int]:
+        return [record.schedule.round for record in read_traces(disk / "run")]
+
+    train(make({"a": {}, "b": {}}), cache_dir=cache)
+    first = rounds()
+    train(make({"a": {}, "b": {}}), cache_dir=cache, overwrite=True)
+    assert rounds() == first != []
+    train(make({"a": {}}), cache_dir=cache, overwrite=True)
+    assert rounds()[: len(first)] == first and len(rounds()) > len(first), "of b, which is still there"
+    before = rounds()
+    train(make({"a": {}, "b": {}}), cache_dir=cache, resume=True)
+    assert rounds() == before
 
 
 def test_resume_skips_continues_and_starts(make: Make, cache: Path, disk: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxtune.plan.profile import VERSION, AdapterCost, Curve, Directions, OperatorTable, from_json
+from muxtune.plan.profile import BUSY_SPREAD, VERSION, AdapterCost, Curve, Directions, OperatorTable, by_size, from_json
 
 _SECONDS = st.floats(0, 10, allow_nan=False)
 
@@ -41,6 +41,7 @@ def tables(draw: st.DrawFn) -> OperatorTable:
         {"lora": (draw(costs), draw(costs)), "ia3": (draw(costs),)},
         draw(curves()),
         draw(st.none() | directions()),
+        spread=draw(_SECONDS),
     )
 
 
@@ -102,6 +103,44 @@ def test_a_curve_is_flat_below_linear_between_and_goes_on_above(curve: Curve, co
     else:
         assert min(curve.seconds) - 1e-12 <= found <= max(curve.seconds) + 1e-12
     assert np.allclose(curve.scaled(2)([count]), 2 * found)
+
+
+@st.composite
+def rising(draw: st.DrawFn) -> list[AdapterCost]:
+    """One type's adapters as they were measured: curves that rise, and sizes that contradict each other."""
+    counts = tuple(map(float, sorted(draw(st.sets(st.integers(1, 512), min_size=1, max_size=3)))))
+
+    def curve() -> Curve:
+        return Curve(counts, tuple(sorted(draw(_SECONDS) for _ in counts)))
+
+    sizes = draw(st.lists(st.integers(1, 10**6), min_size=1, max_size=5, unique=True))
+    return [AdapterCost(size, Directions(curve(), curve()), 7, draw(_SECONDS)) for size in sizes]
+
+
+@given(rising())
+def test_a_larger_adapter_takes_no_less_and_no_curve_falls(measured: list[AdapterCost]) -> None:
+    found = by_size(measured)
+    assert [one.parameters for one in found] == sorted(one.parameters for one in measured)
+    total = np.array([np.add(one.cost.forward.seconds, one.cost.backward.seconds) for one in found])
+    assert np.all(np.diff(total, axis=0) >= -1e-9) and np.all(np.diff([one.step_s for one in found]) >= -1e-9)
+    for one in found:
+        for curve in (one.cost.forward, one.cost.backward):
+            assert np.all(np.diff(curve.seconds) >= -1e-9) and min(curve.seconds) >= 0
+    before = [np.add(one.cost.forward.seconds, one.cost.backward.seconds) for one in measured]
+    assert np.sum(before, axis=0) == pytest.approx(total.sum(axis=0)), "noise is shared, and nothing is added"
+    again = by_size(found)
+    assert [one.cost.forward.seconds for one in again] == [pytest.approx(one.cost.forward.seconds) for one in found]
+
+
+def test_what_does_not_contradict_itself_is_left_as_it_was_measured() -> None:
+    small, large = (AdapterCost(size, Directions(*[Curve((16.0,), (1.0 * size,))] * 2), 7, 0.1) for size in (1, 2))
+    assert by_size([large, small]) == (small, large)
+
+
+def test_a_table_whose_repeats_were_far_apart_says_that_the_machine_was_busy() -> None:
+    line = Directions(Curve((16.0,), (1.0,)), Curve((16.0,), (1.0,)))
+    table = OperatorTable("m", "cpu", "float32", 1, 2, 8, line.forward, {1: line}, line, line, {}, line.forward)
+    assert not table.busy and OperatorTable(**{**_fields(table), "spread": 2 * BUSY_SPREAD}).busy  # type: ignore[arg-type]
 
 
 def _fields(table: OperatorTable) -> dict[str, object]:

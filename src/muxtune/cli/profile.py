@@ -33,7 +33,7 @@ def profile(
     model: Model,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[DType, typer.Option("--dtype", help="Of the weights.")] = DType.AUTO,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Of the CPU.")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", help="Of the CPU.")] = None,
     num_hidden_layers: Annotated[
         int | None, typer.Option("--num-hidden-layers", min=1, metavar="N", help="The first layers only.")
     ] = None,
@@ -43,13 +43,15 @@ def profile(
     """Show what layers, attention, head, adapters and optimizer take here: measured when first asked for, then kept."""
     import torch
 
+    from muxtune.engine.arguments import as_device, as_threads
     from muxtune.engine.load import load_backbone
     from muxtune.engine.profile_cache import kept_table
     from muxtune.models.cache import default_cache_dir
     from muxtune.models.sources import resolve
 
+    device = as_device(device, "--device")
     if threads is not None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(as_threads(threads, "--threads"))
     folder = resolve(model)
     backbone = load_backbone(folder, device=device, dtype=dtype.value, num_hidden_layers=num_hidden_layers)
     kept = kept_table(backbone, default_cache_dir(), fresh=fresh, model=folder.public_name)
@@ -62,14 +64,26 @@ def profile(
 
 def _show(kept: KeptTable, weights: int) -> None:
     table = kept.table
-    age = "measured now" if kept.fresh else f"measured {duration(time.time() - table.measured_at_s)} ago"
-    print(f"{table.model}: {table.layers} layers, {table.dtype}, {table.device}, {table.threads} threads")
-    print(f"{age}, {'kept' if kept.path.exists() else 'not kept'} in {kept.path}\n")
+    layers, threads = _counted(table.layers, "layer"), _counted(table.threads, "thread")
+    print(f"{table.model}: {layers}, {table.dtype}, {table.device}, {threads}")
+    print(f"{_age(kept)}, {'kept in' if kept.kept else 'but could not be kept in'} {kept.path}")
+    if table.busy:
+        print(f"repeats differed by {table.spread:.0%}: the machine was busy; --fresh measures again, once it is quiet")
+    print()
     _show_layers(table, weights)
-    _show_counts("attention: positions", table.attention)
+    _show_counts("attention of a sequence in one layer: positions", table.attention)
     _show_counts("head: trained rows", table.head)
     _show_adapters(table)
     print(f"\na pass costs {1e3 * table.entry.seconds[0]:.2f} ms beside its layers and its head")
+
+
+def _age(kept: KeptTable) -> str:
+    ago_s = time.time() - kept.table.measured_at_s
+    return "measured now" if kept.fresh else f"measured {duration(ago_s)} ago" if ago_s >= 1 else "measured just now"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _show_layers(table: OperatorTable, weights: int) -> None:
@@ -96,7 +110,15 @@ def _show_counts(heading: str, cost: Directions) -> None:
 
 def _show_adapters(table: OperatorTable) -> None:
     whole = table.layers * (table.layer[1].forward(_TOKENS) + table.layer[1].backward(_TOKENS))
-    grown = grid(f"adapter on {_TOKENS} rows", "parameters", "forward ms", "backward ms", "of the layers", "step ms")
+    heading = f"adapter on {_TOKENS} rows, in all layers"
+    grown = grid(
+        heading,
+        "parameters",
+        "forward ms",
+        "backward ms",
+        "of the layers",
+        "step ms",
+    )
     for label, sizes in sorted(table.adapters.items()):
         for one in sizes:
             forward, backward = float(one.cost.forward(_TOKENS)), float(one.cost.backward(_TOKENS))

@@ -52,12 +52,13 @@ class PrivateCache(ABC, Generic[_Entry]):
             if not self._is_ours():
                 return None
             data = path.read_bytes()
-            os.utime(path)
         except FileNotFoundError:
             return None
         except OSError as error:
             _LOG.warning("%s %s cannot be read: %s", self.what, path, error.strerror)
             return None
+        with contextlib.suppress(OSError):  # on a read-only disk nothing is evicted either
+            os.utime(path)
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         entry = self.decode(body) if hashlib.sha256(body).digest() == digest else None
         if entry is None:
@@ -66,21 +67,23 @@ class PrivateCache(ABC, Generic[_Entry]):
                 path.unlink(missing_ok=True)
         return entry
 
-    def store(self, key: str, entry: _Entry) -> None:
-        """Keeps an entry, unless it alone is over the limit."""
+    def store(self, key: str, entry: _Entry) -> bool:
+        """Keeps an entry, unless it alone is over the limit; whether it is kept."""
         body = self.encode(entry)
         if DIGEST_BYTES + len(body) > self.limit_bytes:
-            return
+            return False
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_ours():
                 _LOG.warning("%s %s belongs to another user and is not used", self.what, self.folder)
-                return
+                return False
             self.folder.chmod(0o700)
             self._write(self._path(key), hashlib.sha256(body).digest() + body)
             self._evict(keep=self._path(key))
         except OSError as error:
             _LOG.warning("%s %s cannot be written: %s", self.what, self.folder, error.strerror)
+            return False
+        return True
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}{self.suffix}"

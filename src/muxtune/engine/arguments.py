@@ -17,7 +17,7 @@ from muxtune.data.types import Message
 from muxtune.engine.load import DTypeName
 from muxtune.errors import ConfigError
 from muxtune.spec.job import JobSpec
-from muxtune.spec.run import read_device, read_dtype
+from muxtune.spec.run import MAX_THREADS, read_device, read_dtype
 
 Prompt: TypeAlias = str | Sequence[Message]
 
@@ -60,14 +60,21 @@ def as_requests(value: object) -> Sequence[tuple[object, object]]:
     raise ConfigError("should be a list of pairs: a task (or None) and its prompt", where="requests")
 
 
-def as_count(value: object, where: str, *, least: int = 1) -> int:
-    """A whole number of 63 bits that is not below `least`."""
+def as_count(value: object, where: str, *, least: int = 1, most: int = 2**63 - 1) -> int:
+    """A whole number from `least` to `most`."""
     if not isinstance(value, Integral):
         raise ConfigError(f"should be a whole number, not {_kind(value)}", where=where)
     whole = int(value)
-    if not least <= whole < 2**63:
-        raise ConfigError(f"must be at least {least}" if whole < least else "is too large", where=where)
+    if whole < least:
+        raise ConfigError(f"must be at least {least}", where=where)
+    if whole > most:
+        raise ConfigError(f"must be at most {most}" if most < 2**63 - 1 else "is too large", where=where)
     return whole
+
+
+def as_threads(value: object, where: str = "threads") -> int:
+    """A number of threads, with the bounds of a config file's."""
+    return as_count(value, where, most=MAX_THREADS)
 
 
 def as_number(value: object, where: str, *, most: float = math.inf) -> float:
@@ -80,9 +87,9 @@ def as_number(value: object, where: str, *, most: float = math.inf) -> float:
     return number
 
 
-def as_device(value: object) -> str:
+def as_device(value: object, where: str = "device") -> str:
     """The name of a device, as a config file has it."""
-    return _read(read_device, value, "device")
+    return _read(read_device, value, where)
 
 
 def as_dtype(value: object) -> DTypeName:

@@ -10,7 +10,7 @@ The boundary: it knows no operators. Trials time themselves, and may answer seve
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -28,11 +28,18 @@ _LONG, _TOO_LONG = 0.02, 0.2  # of the budget, for one run: no more than `LEAST`
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """`clock` read when the device has done all that it was told to, and what may be spent by it in all."""
+    """`clock` read when the device has done all that it was told to, and what may be spent by it in all. `spreads` gets
+    that of each trial that ran twice or more (`spread_of`)."""
 
     clock: Clock
     device: torch.device
     budget_s: float
+    spreads: list[float] = field(default_factory=list, compare=False)
+
+    @property
+    def spread(self) -> float:
+        """Of the trial in the middle; 0 where none ran twice."""
+        return float(np.median(self.spreads)) if self.spreads else 0.0
 
     def now(self) -> float:
         if self.device.type == "cuda":
@@ -56,6 +63,7 @@ class Stopwatch:
             for name, runs in taken.items():
                 if len(runs) < least or not first[name][1]:
                     runs.append(trials[name]())
+        self.spreads.extend(spread_of(runs) for runs in taken.values() if len(runs) > 1)
         return {name: typical(runs) for name, runs in taken.items()}
 
     def _warm(self, trials: Mapping[Name, Trial], growing: bool) -> dict[Name, tuple[Parts, bool]]:
@@ -75,3 +83,9 @@ def typical(runs: Sequence[Parts]) -> Parts:
     """Of several runs of one trial, part by part."""
     found = np.quantile(np.array(runs, np.float64), 0.5, axis=0, method="lower")
     return tuple(float(one) for one in found)
+
+
+def spread_of(runs: Sequence[Parts]) -> float:
+    """The middle half of several runs of one trial, as a part of their median: 0 where all take the same."""
+    low, middle, high = np.quantile(np.array(runs, np.float64).sum(axis=1), (0.25, 0.5, 0.75))
+    return float((high - low) / middle) if middle > 0 else 0.0

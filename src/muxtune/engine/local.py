@@ -35,6 +35,7 @@ from muxtune.engine.arguments import (
     as_path,
     as_prompt,
     as_requests,
+    as_threads,
 )
 from muxtune.engine.engine import DEFAULT_FUSE_TOKENS, Engine
 from muxtune.engine.load import DTypeName, load_backbone
@@ -91,7 +92,7 @@ class LocalEngine(Engine):
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         if threads is not None:
-            torch.set_num_threads(as_count(threads, "threads"))
+            torch.set_num_threads(as_threads(threads))
         device, dtype = as_device(device), as_dtype(dtype)
         cache = cache_dir or default_cache_dir()
         if not isinstance(base_model, ModelFolder):

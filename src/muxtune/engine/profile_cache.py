@@ -2,7 +2,8 @@
 
 Weights do not matter to what an operator takes, so every model of the same shapes shares a table; nor does the code
 around the operators, but for what `muxtune.plan.profile.VERSION` stands for. A file is private to its user, whole or
-absent, and deleted where it is damaged (`muxtune.data.private_cache`).
+absent, and deleted where it is damaged (`muxtune.data.private_cache`). One process measures at a time; another waits
+and takes what it finds then.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from filelock import FileLock, Timeout
 
 from muxtune.data.private_cache import PrivateCache
 from muxtune.engine.profiler import device_name, dtype_name, measure
@@ -25,6 +28,8 @@ from muxtune.models.skeleton import skeleton
 from muxtune.plan.profile import VERSION, OperatorTable, from_json
 
 FOLDER = "profiles"  # of the cache
+LOCK = "profiles.lock"  # beside it: held by who measures
+LONGEST_WAIT_S = 300.0
 DEFAULT_LIMIT_BYTES = 1 << 24
 
 
@@ -55,11 +60,12 @@ class ProfileCache(PrivateCache[OperatorTable]):
 
 @dataclass(frozen=True, slots=True)
 class KeptTable:
-    """A table and where it is kept; `fresh` where it has been measured just now."""
+    """A table and its place. `fresh`: it has been measured just now. `kept`: it is there, and not only should be."""
 
     table: OperatorTable
     path: Path
     fresh: bool
+    kept: bool = True
 
 
 def table_for(backbone: Backbone, cache_dir: Path, *, fresh: bool = False, model: str = "") -> OperatorTable:
@@ -79,11 +85,31 @@ def kept_table(
 ) -> KeptTable:
     """See `table_for`. `measuring` is asked for a table that is not there; `now` is Unix time."""
     cache, key = ProfileCache(cache_dir / FOLDER), key_of(backbone)
-    found = None if fresh else cache.load(key)
-    table = found or replace(measuring(backbone, model=model), measured_at_s=now())
-    if found is None:
-        cache.store(key, table)
-    return KeptTable(table, cache.path(key), found is None)
+    if not fresh and (found := cache.load(key)) is not None:
+        return KeptTable(found, cache.path(key), fresh=False)
+    with _alone(cache_dir):
+        if not fresh and (found := cache.load(key)) is not None:  # measured by another process meanwhile
+            return KeptTable(found, cache.path(key), fresh=False)
+        table = replace(measuring(backbone, model=model), measured_at_s=now())
+        return KeptTable(table, cache.path(key), fresh=True, kept=cache.store(key, table))
+
+
+@contextmanager
+def _alone(cache_dir: Path) -> Iterator[None]:
+    """Within, no other process of this cache measures: two at once would spoil each other's figures, and make the same
+    table twice. Where there can be no lock, or one is held for too long, it is done without."""
+    lock: FileLock | None = None
+    try:
+        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = FileLock(cache_dir / LOCK, timeout=LONGEST_WAIT_S, thread_local=False)
+        lock.acquire()
+    except (OSError, Timeout, NotImplementedError):
+        lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def find_table(folder: Path, cache_dir: Path, *, device: torch.device, dtype: torch.dtype) -> OperatorTable | None:

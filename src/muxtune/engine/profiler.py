@@ -13,7 +13,9 @@ themselves are left out: curves go on with their last slope. PiSSA, whose start 
 LoRA's cost times the ratio of their products. Virtual rows and prefixes are rows and positions, and nothing beside.
 
 Not measured: what several tasks' LoRA pairs gain as one product, adapters on the embedding and the head, the copies of
-keys and values of cut sequences. The backbone is not changed and nothing is attached to it.
+keys and values of cut sequences. A larger adapter of a type takes no less than a smaller one, a larger count no less
+than a smaller: what says otherwise was noise. How far repeats were apart is the table's `spread`. The backbone is not
+changed and nothing is attached to it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from muxtune.models.backbone import Backbone
 from muxtune.peft.base import Adapter
 from muxtune.peft.registry import build_adapter
 from muxtune.plan.loads import DROPPING, label_of
-from muxtune.plan.profile import NOTHING, AdapterCost, Curve, Directions, OperatorTable
+from muxtune.plan.profile import NOTHING, AdapterCost, Curve, Directions, OperatorTable, by_size
 from muxtune.spec.peft import Lora, PeftBase, PrefixTuning, PromptTuning, read_peft
 
 BUDGET_S = 10.0
@@ -76,7 +78,7 @@ def measure(
     watch = Stopwatch(clock, backbone.device, _budget_s(backbone) if budget_s is None else budget_s)
     layer, attention = _layers(backbone, watch)
     head = _head(backbone, watch)
-    return OperatorTable(
+    table = OperatorTable(
         model=model or str(backbone.config.model_type),
         device=device_name(backbone.device),
         dtype=dtype_name(backbone.dtype),
@@ -91,6 +93,7 @@ def measure(
         optimizer=_optimizer(backbone, watch),
         seen=_seen(backbone, watch, layer, attention),
     )
+    return replace(table, spread=watch.spread)
 
 
 def _budget_s(backbone: Backbone) -> float:
@@ -191,8 +194,7 @@ def _adapters(backbone: Backbone, watch: Stopwatch) -> Known:
         points, step_s = len(adapter.modules) * layers // depth, refreshed[place][0] * layers / depth
         own = AdapterCost(spec.parameters(backbone.places), cost, points, step_s)
         known.setdefault(label_of(spec), []).append(own)
-    by_size = {label: tuple(sorted(own, key=lambda one: one.parameters)) for label, own in known.items()}
-    return _with_kin(by_size, backbone)
+    return _with_kin({label: by_size(own) for label, own in known.items()}, backbone)
 
 
 def _added(backbone: Backbone, watch: Stopwatch, rows: int, adapters: Sequence[Adapter]) -> list[Parts]:

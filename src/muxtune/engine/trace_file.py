@@ -1,24 +1,25 @@
 """The traces of an output folder: a file for each process that trained into it, in `.muxtune.trace`.
 
 A line is written and flushed after each round, and before it where a new plan is in force. It is what ran, not what a
-resume needs, so it is not made durable and a line that a kill cut off is passed over when read.
+resume needs, so it is not made durable. A line that a kill cut off is passed over when read, with a warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO, TypeVar
+from typing import Self, TextIO
 
-from muxtune.durable import make_folder
+from muxtune.durable import discard, make_folder
 from muxtune.plan.trace import from_line, plan_from_line, plan_to_line, to_line
 from muxtune.plan.types import Plan, RoundRecord
 
-Found = TypeVar("Found")
-
 FOLDER = ".muxtune.trace"
+_LOG = logging.getLogger(__name__)
 
 
 class TraceFile:
@@ -59,21 +60,44 @@ class TraceFile:
             self._file.close()
 
 
+def discard_traces(output_dir: Path) -> None:
+    """Remove what earlier processes wrote; what cannot be removed is in nobody's way."""
+    with suppress(OSError):
+        discard(output_dir / FOLDER)
+
+
 def read_traces(output_dir: Path) -> Iterator[RoundRecord]:
-    """All records of a run's folder, in the order in which they were written."""
-    yield from _read(output_dir, from_line)
+    """All records of a run's folder, in the order in which they were written. Warns of lines that are none."""
+    for path in _files(output_dir):
+        lost = 0
+        for line in _lines(path):
+            try:
+                yield from_line(line)
+            except ValueError:
+                lost += _plan(line) is None
+        if lost:
+            _LOG.warning(
+                "%s: %d line%s cut off or damaged and passed over", path, lost, " is" if lost == 1 else "s are"
+            )
 
 
 def read_plans(output_dir: Path) -> Iterator[Plan]:
     """The plans that were in force, one after another."""
-    yield from _read(output_dir, plan_from_line)
+    for path in _files(output_dir):
+        yield from (plan for line in _lines(path) if (plan := _plan(line)) is not None)
 
 
-def _read(output_dir: Path, parse: Callable[[str], Found]) -> Iterator[Found]:
-    for path in sorted((output_dir / FOLDER).glob("*.jsonl")):
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                try:
-                    yield parse(line)
-                except ValueError:
-                    continue
+def _plan(line: str) -> Plan | None:
+    try:
+        return plan_from_line(line)
+    except ValueError:
+        return None
+
+
+def _files(output_dir: Path) -> list[Path]:
+    return sorted((output_dir / FOLDER).glob("*.jsonl"))
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        yield from file

@@ -40,8 +40,8 @@ from muxtune.engine.planning import memory_model
 from muxtune.engine.runner import Runner
 from muxtune.engine.starting import Admitted, Ready, check, opening, start
 from muxtune.engine.task import Task
-from muxtune.engine.task_folder import CHECKPOINTS, Origin, TaskFolder
-from muxtune.engine.trace_file import TraceFile
+from muxtune.engine.task_folder import CHECKPOINTS, Origin, TaskFolder, holds_run
+from muxtune.engine.trace_file import FOLDER, TraceFile, discard_traces
 from muxtune.engine.waves import Waves
 from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError
 from muxtune.models.cache import default_cache_dir
@@ -252,10 +252,8 @@ class TrainingRun:
 
         Where one cannot be and `keep_going`, its task is detached.
         """
-
         if self.overwrite:
-            for one in ready:
-                discard(one.job.plan.folder)
+            self._discard(ready)
         folders: dict[str, TaskFolder] = {}
         failures: list[Failure] = []
         for one in ready:
@@ -273,6 +271,14 @@ class TrainingRun:
                     engine.detach(one.name)
                 failures.append(Failure(plan.job, error, one.step))
         return folders, failures
+
+    def _discard(self, ready: Sequence[Ready]) -> None:
+        """What is overwritten; where no run is left beside it, the record of its rounds as well."""
+        for one in ready:
+            discard(one.job.plan.folder)
+        output = Path(self.run.output_dir)
+        if not any(path.is_dir() and path.name != FOLDER and holds_run(path) for path in output.iterdir()):
+            discard_traces(output)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-VERSION = 1  # of what is measured, and of how it is written down
+VERSION = 2  # of what is measured, and of how it is written down
+
+BUSY_SPREAD = 0.25  # of repeats, from which on the machine was busy with something else
 
 Floats = npt.NDArray[np.float64]
 
@@ -81,11 +83,50 @@ class AdapterCost:
     step_s: float = 0.0
 
 
+def by_size(measured: Iterable[AdapterCost]) -> tuple[AdapterCost, ...]:
+    """One type's adapters by ascending parameters, none of which takes less than a smaller one: what says otherwise was
+    noise, and those that contradict each other get their mean (isotonic regression, by pooling adjacent violators).
+
+    All are measured at the same counts. Where each curve rises before, it rises after.
+    """
+    known = sorted(measured, key=lambda one: one.parameters)
+    if len(known) < 2:
+        return tuple(known)
+    forward, backward = (
+        [Curve(curve.counts, tuple(map(float, own))) for curve, own in zip(curves, _pooled(curves), strict=True)]
+        for curves in ([one.cost.forward for one in known], [one.cost.backward for one in known])
+    )
+    steps = _isotonic(np.array([one.step_s for one in known]))
+    return tuple(
+        replace(one, cost=Directions(*costs), step_s=float(step))
+        for one, step, *costs in zip(known, steps, forward, backward, strict=True)
+    )
+
+
+def _pooled(curves: Sequence[Curve]) -> Floats:
+    """Seconds (curve, count)."""
+    seconds = np.array([curve.seconds for curve in curves], np.float64)
+    return np.stack([_isotonic(column) for column in seconds.T], axis=1)
+
+
+def _isotonic(values: Floats) -> Floats:
+    """The nearest values, by squares, that do not fall."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, size = float(value), 1
+        while pools and pools[-1][0] > mean:
+            other, count = pools.pop()
+            mean, size = (mean * size + other * count) / (size + count), size + count
+        pools.append((mean, size))
+    return np.concatenate([np.full(size, mean) for mean, size in pools])
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorTable:
     """Attributes:
     row_bytes: of one row between two layers, which is also what a collective moves a row.
     measured_at_s: Unix time; 0 where nobody said.
+    spread: how far repeats were apart when it was measured: the middle half of them, as a part of their median.
     """
 
     model: str
@@ -102,6 +143,12 @@ class OperatorTable:
     optimizer: Curve
     seen: Directions | None = None
     measured_at_s: float = 0.0
+    spread: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether the machine did something else while this was measured, so that it is not to be trusted much."""
+        return self.spread > BUSY_SPREAD
 
     def to_json(self) -> str:
         """One document, with its version."""
@@ -134,6 +181,7 @@ def _table(found: Mapping[str, Any]) -> OperatorTable:
         optimizer=_curve(found["optimizer"]),
         seen=_directions(seen) if seen is not None else None,
         measured_at_s=_numbers([found["measured_at_s"]])[0],
+        spread=_numbers([found["spread"]])[0],
     )
     if 1 not in table.layer:
         raise ValueError("there is no layer of degree 1")

@@ -17,6 +17,7 @@ from muxtune.spec.names import first_repeated
 from muxtune.spec.scalars import Integer, PathText, Size, choice, clip, read_integer
 
 _DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+MAX_THREADS = 4096
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 Policy = Annotated[
@@ -49,7 +50,7 @@ class RunSpec(Spec):
     output_dir: PathText  # relative to the working directory; a job's output is output_dir/NAME
     policy: Policy = "muxtune"
     memory_limit: Annotated[Size, Field(ge=1)] | None = None  # bytes; None: what the machine has
-    threads: Annotated[Integer, Field(ge=1, le=4096)] | None = None  # None: as torch chooses
+    threads: Annotated[Integer, Field(ge=1, le=MAX_THREADS)] | None = None  # None: as torch chooses
     device: Annotated[str, BeforeValidator(read_device)] = "auto"  # auto: cuda if there, else cpu
     dtype: DType = "auto"  # auto: bf16 on cuda, fp32 on cpu
     tp: Degree = 1

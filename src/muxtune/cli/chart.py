@@ -24,9 +24,10 @@ _GAP = 4
 _AXIS = 26
 _CHARACTER = 6.2  # px of a label's character, about
 _TICKS = 8
-_LEAST: Mapping[Kind, float] = {"step": 1.5, "collective": 1.0, "send": 1.0}  # px: seen, if not to scale
+_LEAST: Mapping[Kind, float] = {"step": 1.5, "collective": 1.5, "send": 1.5}  # px: seen, if not to scale
 # Okabe and Ito's palette: told apart by people who see colours differently
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a8a00", "#7a5195")
+IDLE = "#e6d9d4"  # as rect.idle of the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def groups(chart: Chart) -> list[int]:
     return sorted({block.group for block in chart.blocks if block.kind in ("forward", "backward", "pass", "carry")})
 
 
-def legend(kinds: Sequence[tuple[Kind, str]], hues: Sequence[int] = ()) -> Markup:
+def legend(kinds: Sequence[tuple[Kind, str]], hues: Sequence[int] = (), *, idle: bool = False) -> Markup:
     """What the dress of blocks means, in their order; and the colours of hTasks, which come again after the last."""
     parts = [
         Markup(
@@ -146,6 +147,8 @@ def legend(kinds: Sequence[tuple[Kind, str]], hues: Sequence[int] = ()) -> Marku
         ).format(kind, PALETTE[0], told)
         for kind, told in kinds
     ]
+    if idle:
+        parts.append(_hue(IDLE, "idle"))
     if len(hues) > 1:
         parts.append(Markup("<br>"))
         parts += (_hue(PALETTE[place % len(PALETTE)], f"hTask {place}") for place in hues[: len(PALETTE)])

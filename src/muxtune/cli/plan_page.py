@@ -154,7 +154,10 @@ def _charts(report: Report, records: Sequence[RoundRecord]) -> list[_Drawn]:
     scale_s = max(chart.wall_s for chart, _ in charts)
     return [
         _Drawn(
-            chart.title, legend(_used(chart), groups(chart)), f"Numbers in blocks: {told}.", svg(chart, scale_s=scale_s)
+            chart.title,
+            legend(_used(chart), groups(chart), idle=bool(chart.idle)),
+            f"Numbers in blocks: {told}.",
+            svg(chart, scale_s=scale_s),
         )
         for chart, told in charts
     ]

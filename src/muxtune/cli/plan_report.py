@@ -104,11 +104,11 @@ def make_report(
             for load in forecast.loads
         ),
         forecast.waiting,
-        tuple(_notes(forecast, cluster)),
+        tuple(_notes(forecast, pipelined=cluster.devices > 1 and len(why) > 1)),
     )
 
 
-def _notes(forecast: Forecast, cluster: ClusterSpec) -> Iterator[str]:
+def _notes(forecast: Forecast, *, pipelined: bool) -> Iterator[str]:
     if forecast.waiting:
         yield f"in none of these numbers, since they wait for memory: {_few(forecast.waiting)}"
     if forecast.recompute:
@@ -116,7 +116,7 @@ def _notes(forecast: Forecast, cluster: ClusterSpec) -> Iterator[str]:
     for tokens in sorted({tokens for _, tokens in forecast.smaller}):
         names = [name for name, own in forecast.smaller if own == tokens]
         yield f"memory_limit has room for chunks of {tokens} tokens, not {DEFAULT_CHUNK_TOKENS}: {_few(names)}"
-    if cluster.devices > 1:
+    if pipelined:
         yield "what fusing more would cost depends on the whole pipeline, so there is no number: see --policy all"
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxtune.cli.chart import Block, Chart, legend, nice_step, seconds_text, svg
+from muxtune.cli.chart import PALETTE, Block, Chart, groups, legend, nice_step, seconds_text, svg
 from muxtune.cli.measured import measured_chart, train_rounds
 from muxtune.cli.trace import _totals
 from muxtune.plan.types import (
@@ -72,6 +72,18 @@ def test_ticks_are_round_numbers(least: float) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+def test_long_names_are_cut_in_the_middle() -> None:
+    names = tuple(f"{'long-' * 25}{number}" for number in range(3))
+    shown = [one.text for one in _drawn(Chart("t", names, (), 1.0)).iter(f"{SVG}text") if one.get("class") == "name"]
+    assert len(set(shown)) == 3 and all(len(one or "") < 40 for one in shown)
+
+
+def test_the_legend_has_the_colour_of_each_htask() -> None:
+    blocks = tuple(Block(0, at, at + 1, "pass", at, "", "") for at in range(10))
+    drawn = str(legend([("pass", "a pass")], groups(Chart("t", ("l",), blocks, 10.0))))
+    assert all(colour in drawn for colour in PALETTE) and "hTask 7" in drawn and "8 colours again" in drawn
 
 
 def test_a_legend_names_each_kind() -> None:

@@ -121,6 +121,9 @@ def test_a_run_records_the_plans_in_force(trained: Path) -> None:
     [
         (("--policy", "best"), "should be one of sequential, fuse-all, padded, muxtune or all"),
         (("--html", "no/such/plan.html"), "cannot be written there"),
+        (("--html", "planned.yaml"), "is there, and no picture of a plan"),
+        (("--html", ""), "is no name of a file"),
+        (("--html", "-"), "is no name of a file"),
         (("--record", "data", "--html", "x.html"), "no rounds are recorded here"),
         (("--record", "data"), "--record belongs to --html"),
         (("--cluster", "none.yaml"), "none.yaml"),
@@ -134,7 +137,54 @@ def test_what_is_wrong_is_said(shell: Shell, config: Path, arguments: tuple[str,
 def test_a_degree_that_was_not_measured(shell: Shell, config: Path, project: Path) -> None:
     (project / "many.yaml").write_text("devices: 64\ntp: 64\ntp_link: {bandwidth: 10GB/s}\n")
     ended = shell.run("plan", config.name, "--cluster", "many.yaml")
-    assert ended.code == 2 and "degree 64 was not measured" in ended.err
+    assert ended.code == 2 and "degree 64 was not measured" in ended.err and "many.yaml:2 tp" in ended.err
+    (project / "long.yaml").write_text("pp: 64\ndevices: 64\npp_link: {bandwidth: 10GB/s}\n")
+    ended = shell.run("plan", config.name, "--cluster", "long.yaml")
+    assert ended.code == 2 and "64 stages" in ended.err and "long.yaml:1 pp" in ended.err
+
+
+def test_a_cluster_is_planned_for_whatever_memory_is_here(shell: Shell, config: Path, project: Path) -> None:
+    """And what it lacks itself is said in readable sizes, at its own key."""
+    tight = ("--set", "memory_limit=1MB")
+    assert shell.run("plan", config.name, *tight).code == 2
+    (project / "large.yaml").write_text("memory: 48GB\n")
+    assert _json(shell, config, "--cluster", "large.yaml", *tight)["plan"]["cap_bytes"] == 48_000_000_000
+    (project / "small.yaml").write_text("memory: 1MB\n")
+    ended = shell.run("plan", config.name, "--cluster", "small.yaml")
+    assert ended.code == 2 and "MB" in ended.err and " bytes" not in ended.err
+
+
+def test_jobs_that_wait_are_counted_and_named(shell: Shell, project: Path, tiny_llama: Path) -> None:
+    """A limit between what the jobs need one by one and together: found by halving."""
+    many = {f"wide-{number}": {**TRAINED["sql"], "peft": {"type": "lora", "r": 512}} for number in range(4)}
+    config = write_config(project / "crowd.yaml", tiny_llama, "crowd", many)
+    told = shell.run("plan", config.name, "--set", "memory_limit=1MB").err.replace("\n", " ")
+    least = re.search(r"memory_limit: ([\d.]+)(MB|GB)", told)
+    assert least is not None, told
+    ended = shell.run("plan", config.name, "--html", "crowd.html", "--set", f"memory_limit={least[1]}{least[2]}")
+    assert ended.code == 0, ended.err
+    assert re.match(r"muxtune: [123] of 4 tasks in", ended.out), ended.out
+    assert "note: in none of these numbers, since they wait for memory: " in ended.out
+    text = " ".join(_Page((project / "crowd.html").read_text(encoding="utf-8")).text)
+    assert "of 4 tasks" in text and "until these tasks are done" in text
+    assert "note: memory_limit has room for chunks of" in ended.out or "computed twice" in ended.out
+
+
+def test_an_earlier_picture_is_replaced_and_nothing_else(shell: Shell, config: Path, project: Path) -> None:
+    before = config.read_bytes()
+    assert shell.run("plan", config.name, "--html", config.name).code == 2 and config.read_bytes() == before
+    (project / "again.html").touch()
+    for _ in range(2):
+        assert shell.run("plan", config.name, "--html", "again.html").code == 0
+    assert not [path for path in project.iterdir() if path.name.endswith(".staged")]
+
+
+def test_a_record_of_other_jobs_is_said_to_be_one(shell: Shell, project: Path, tiny_llama: Path, trained: Path) -> None:
+    other = write_config(project / "other.yaml", tiny_llama, "other", {"else": TRAINED["sql"]})
+    ended = shell.run("plan", other.name, "--html", "other.html", "--record", trained.name)
+    assert ended.code == 0 and "no round of this run trained any of these tasks" in ended.err
+    assert "nothing measured is shown" in (project / "other.html").read_text(encoding="utf-8")
+    assert "1 task in 1 hTask" in ended.out and "0s" not in ended.out
 
 
 def test_the_folder_of_a_finished_run_is_in_nobodys_way(shell: Shell, trained: Path) -> None:

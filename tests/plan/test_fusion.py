@@ -100,7 +100,7 @@ def test_a_paused_tasks_memory_is_not_free():
 
 def test_refuses_what_fits_nowhere_with_the_numbers():
     memory = MemoryModel(row_bytes=10, cap_bytes=3000)
-    with pytest.raises(ConfigError, match=r"large.*10,000 bytes for a pass of 1000 rows; 3,000 are free"):
+    with pytest.raises(ConfigError, match=r"large.*10 kB for a pass of 1000 rows, and 3 kB are left"):
         fuse_optimally([load("small", 10), load("large", 1000)], CostModel(table()), memory)
     with pytest.raises(ConfigError, match=r"large.*1000 rows; a pass may have 512"):
         fuse_optimally([load("large", 1000)], CostModel(table()), MemoryModel(), most_rows=512)

@@ -83,3 +83,6 @@ def test_says_what_fusing_one_more_would_cost():
     tight = MemoryModel(base_bytes=100, head_bytes=10, row_bytes=7, cap_bytes=100 + 10 + 7 * 100)
     assert not any(one.fits for one in reasons(plan, tasks, cost, tight)[:2])
     assert second.alone_s == second.fused_s
+    assert reasons(plan, tasks, cost, tight)[0].short_bytes == 7 * 28
+    rows = reasons(plan, tasks, cost, MEMORY, most_rows=100)[0]
+    assert (rows.fits, rows.short_bytes, rows.more_rows, rows.most_rows) == (False, 0, 128, 100)

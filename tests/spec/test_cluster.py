@@ -9,6 +9,7 @@ from pydantic_core import to_json
 
 from muxtune.errors import ConfigError
 from muxtune.spec import ClusterSpec, Link, load_cluster
+from muxtune.spec.cluster import cluster_place
 from tests.spec.configs import write
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.yaml"
@@ -56,7 +57,11 @@ def test_a_bandwidth_is_bytes_a_second_however_it_is_written(written: str) -> No
         ("", "cluster.yaml", "devices, memory, tp, pp"),
         ("tp: 1\npp: 0\n", "cluster.yaml:2 pp", "at least 1"),
         ("devices: 2.5\n", "cluster.yaml:1 devices", "whole number"),
-        ("speed: 0\n", "cluster.yaml:1 speed", "more than 0"),
+        ("speed: 0\n", "cluster.yaml:1 speed", "at least"),
+        ("speed: 1e-300\n", "cluster.yaml:1 speed", "at least"),
+        ("tp: 1\npp_link: 5GB/s\n", "cluster.yaml:2 pp_link", "a bandwidth and a latency, got '5GB/s'"),
+        ("tp_link: {bandwidth: -5GB/s}\n", "cluster.yaml:1 tp_link.bandwidth", "got '-5GB/s'"),
+        ("tp_link: {bandwidth: 1, latency_s: 1e9}\n", "cluster.yaml:1 tp_link.latency_s", "at most"),
         ("memory: lots\n", "cluster.yaml:1 memory", "should be a size"),
         ("device: 2\n", "cluster.yaml:1 device", "did you mean 'devices'?"),
         ("tp: 1\ndevices: 2\n", "cluster.yaml:2 devices", "devices: 1, or a tp and pp whose product is 2"),
@@ -73,6 +78,12 @@ def test_what_is_refused_names_its_line_and_what_to_do(text: str, where: str, to
         load(text)
     assert caught.value.where == where
     assert told in str(caught.value)
+
+
+def test_what_a_plan_finds_wrong_has_a_place(folder: Path) -> None:
+    write(Path(), "devices: 3\ntp: 3\ntp_link: {bandwidth: 1GB}\n", "cluster.yaml")
+    assert cluster_place("cluster.yaml", "tp") == "cluster.yaml:2 tp"
+    assert cluster_place("cluster.yaml", "memory") == "cluster.yaml memory"
 
 
 def test_what_messages_take() -> None:

@@ -9,7 +9,7 @@ The boundary: values in, markup out, everything escaped; no script, no file from
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,8 +24,10 @@ _GAP = 4
 _AXIS = 26
 _CHARACTER = 6.2  # px of a label's character, about
 _TICKS = 8
+_LEAST: Mapping[Kind, float] = {"step": 1.5, "collective": 1.5, "send": 1.5}  # px: seen, if not to scale
 # Okabe and Ito's palette: told apart by people who see colours differently
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a8a00", "#7a5195")
+IDLE = "#e6d9d4"  # as rect.idle of the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def _lanes(chart: Chart, span_s: float) -> Iterator[Markup]:
 
 def _drawn(block: Block, span_s: float) -> Markup:
     x, y = _x(block.start_s, span_s), _y(block.lane)
-    width = max(_x(block.end_s, span_s) - x, 0.6)
+    width = max(_x(block.end_s, span_s) - x, _LEAST.get(block.kind, 0.6))
     fill = PALETTE[block.group % len(PALETTE)]
     label = block.label if len(block.label) * _CHARACTER + 6 <= width else ""
     text = Markup('<text class="in" x="{:.1f}" y="{:.1f}">{}</text>').format(x + width / 2, y + _LANE * 0.68, label)
@@ -125,11 +127,19 @@ def _drawn(block: Block, span_s: float) -> Markup:
 
 def _clipped(name: str, width: float) -> str:
     most = int(width / _CHARACTER)
-    return name if len(name) <= most else name[: most - 1] + "\u2026"
+    if len(name) <= most:
+        return name
+    tail = (most - 1) // 2  # generated names often differ at their end
+    return f"{name[: most - 1 - tail]}\u2026{name[len(name) - tail :]}"
 
 
-def legend(kinds: Sequence[tuple[Kind, str]]) -> Markup:
-    """What the dress of blocks means, in their order."""
+def groups(chart: Chart) -> list[int]:
+    """The hTasks whose colours are seen, in order."""
+    return sorted({block.group for block in chart.blocks if block.kind in ("forward", "backward", "pass", "carry")})
+
+
+def legend(kinds: Sequence[tuple[Kind, str]], hues: Sequence[int] = (), *, idle: bool = False) -> Markup:
+    """What the dress of blocks means, in their order; and the colours of hTasks, which come again after the last."""
     parts = [
         Markup(
             '<span class="key"><svg viewBox="0 0 26 14" width="26" height="14">'
@@ -137,4 +147,18 @@ def legend(kinds: Sequence[tuple[Kind, str]]) -> Markup:
         ).format(kind, PALETTE[0], told)
         for kind, told in kinds
     ]
+    if idle:
+        parts.append(_hue(IDLE, "idle"))
+    if len(hues) > 1:
+        parts.append(Markup("<br>"))
+        parts += (_hue(PALETTE[place % len(PALETTE)], f"hTask {place}") for place in hues[: len(PALETTE)])
+    if len(hues) > len(PALETTE):
+        parts.append(Markup('<span class="key">and the same {} colours again for the next</span>').format(len(PALETTE)))
     return Markup("").join(parts)
+
+
+def _hue(colour: str, told: str) -> Markup:
+    return Markup(
+        '<span class="key"><svg viewBox="0 0 14 14" width="14" height="14">'
+        '<rect x="1" y="1" width="12" height="12" fill="{}"/></svg>{}</span>'
+    ).format(colour, told)

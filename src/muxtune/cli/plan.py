@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from muxtune.cli.terminal import console, duration, grid, print_json, tell
+from muxtune.cli.terminal import console, grid, print_json, tell
 from muxtune.cli.train import ConfigFile, Sets
 from muxtune.errors import ConfigError, StateError
 
@@ -47,8 +47,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show the plan of a config file: which jobs are fused, what an iteration should take, and why. Trains nothing."""
+    from muxtune.cli.plan_page import require_picture
     from muxtune.cli.plan_report import make_report
-    from muxtune.spec.cluster import ClusterSpec, load_cluster
+    from muxtune.spec.cluster import ClusterSpec, cluster_place, load_cluster
     from muxtune.spec.load import load_run
 
     resolved = load_run(config, sets or ())
@@ -58,17 +59,24 @@ def plan(
     spec = load_cluster(cluster) if cluster is not None else ClusterSpec()
     records = _records(record) if record is not None else ()
     if html is not None:
-        _require_writable(Path(html))
+        require_picture(html)
     from muxtune.engine.forecast import forecast
     from muxtune.engine.training import TrainingRun
 
     training = TrainingRun(resolved.run, locate=resolved.locate)
-    found = forecast(training, lambda text: tell(text) if text else None, keep=cluster is None)
-    report = make_report(found, policies, spec, time.perf_counter, cluster is not None)
+    found = forecast(training, lambda text: tell(text) if text else None, here=cluster is None)
+    try:
+        report = make_report(found, policies, spec, time.perf_counter, cluster is not None)
+    except ConfigError as error:
+        if cluster is not None and error.where in ClusterSpec.model_fields:
+            error.where = cluster_place(cluster, error.where)
+        raise
     if html is not None:
         from muxtune.cli.plan_page import write_page
 
-        write_page(Path(html), report, Path(config).name, records)
+        drawn = write_page(Path(html), report, Path(config).name, records)
+        if record is not None and not drawn:
+            tell(f"warning: {record}: no round of this run trained any of these tasks, so nothing measured is shown")
     if as_json:
         print_json(_as_json(report))
     else:
@@ -100,16 +108,14 @@ def _records(folder: str) -> Sequence[RoundRecord]:
     return records
 
 
-def _require_writable(path: Path) -> None:
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError("cannot be written there", where=f"--html {path}", hint="name a file in a folder that exists")
-
-
 def _show(report: Report, *, compare: bool) -> None:
-    from muxtune.cli.plan_report import line
+    from muxtune.cli.plan_report import line, soon
 
     out = console(sys.stdout)
     print(line(report))
+    for note in report.notes:
+        print(f"note: {note}")
+    print()
     table = grid("hTask", "rows", "passes", "s", "saved", "with the next", "tasks")
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     for row in report.htasks:
@@ -124,9 +130,7 @@ def _show(report: Report, *, compare: bool) -> None:
     print()
     table = grid("task", "rows", "chunks", "steps", "adapter", "done after")
     for task in report.tasks:
-        table.add_row(
-            task.name, f"{task.rows:,}", str(task.chunks), f"{task.steps:,}", task.adapter, duration(task.done_s)
-        )
+        table.add_row(task.name, f"{task.rows:,}", str(task.chunks), f"{task.steps:,}", task.adapter, soon(task.done_s))
     out.print(table, soft_wrap=True)
     for name in report.waiting:
         print(f"{name}: waits for memory; planned when it starts")
@@ -145,4 +149,6 @@ def _as_json(report: Report) -> dict[str, object]:
         "tasks": [asdict(task) for task in report.tasks],
         "policies": [policy.as_json for policy in report.policies],
         "waiting": list(report.waiting),
+        "recompute": report.forecast.recompute,
+        "notes": list(report.notes),
     }

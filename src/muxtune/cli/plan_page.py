@@ -14,12 +14,12 @@ from pathlib import Path
 from jinja2 import Environment
 from markupsafe import Markup
 
-from muxtune.cli.chart import Block, Chart, Kind, legend, seconds_text, svg
+from muxtune.cli.chart import Block, Chart, Kind, groups, legend, seconds_text, svg
 from muxtune.cli.measured import measured_chart, train_rounds
-from muxtune.cli.plan_report import Report
-from muxtune.cli.terminal import duration
-from muxtune.durable import write_text
+from muxtune.cli.plan_report import Report, counted, soon, tasks_text
+from muxtune.durable import write_durably
 from muxtune.engine.shortage import size_text
+from muxtune.errors import ConfigError
 from muxtune.plan.timeline import Event, Timeline
 from muxtune.plan.types import RoundRecord
 
@@ -31,16 +31,19 @@ _KEYS: dict[Kind, str] = {
     "eval": "evaluation",
     "step": "optimizer step",
     "collective": "collective between devices of a stage",
-    "send": "to the next stage",
+    "send": "activations or their gradient, between stages",
 }
 _MOST_TASKS = 64  # lanes; a picture of more says so
 _MEASURED_ROUNDS = 1
+_GENERATOR = b'<meta name="generator" content="muxtune plan">'
+_HEAD_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
     title: str
     legend: Markup
+    told: str
     svg: Markup
 
 
@@ -61,9 +64,38 @@ class _Table:
     text: frozenset[int] = frozenset({1})
 
 
-def write_page(path: Path, report: Report, name: str, records: Sequence[RoundRecord] = ()) -> None:
-    """Write the picture, whole or not at all."""
-    write_text(path, page(report, name, records))
+def require_picture(text: str) -> None:
+    """Raises ConfigError where `--html` names what no picture can be: no file, or a file that holds something else."""
+    path, where = Path(text), f"--html {text or repr(text)}"
+    if not text.strip() or text == "-":
+        raise ConfigError("is no name of a file", where=where, hint="--html plan.html")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError("cannot be written there", where=where, hint="name a file in a folder that exists")
+    if path.exists() and not _is_picture(path):
+        raise ConfigError("is there, and no picture of a plan", where=where, hint="choose another name, or remove it")
+
+
+def _is_picture(path: Path) -> bool:
+    """Whether a file may be replaced: it is one of ours, or empty."""
+    if not path.is_file():
+        return False
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+    return not head or _GENERATOR in head
+
+
+def write_page(path: Path, report: Report, name: str, records: Sequence[RoundRecord] = ()) -> bool:
+    """Write the picture, whole or not at all; whether something measured is in it. Raises ConfigError."""
+    text, measured = page(report, name, records), bool(train_rounds(records, _drawn_tasks(report), _MEASURED_ROUNDS))
+    try:
+        write_durably(path.resolve(), text.encode("utf-8", "replace"))  # a link stays one
+    except OSError as error:
+        told = f"cannot be written: {error.strerror}"
+        raise ConfigError(told, where=f"--html {path}", hint="make room, or name a file in another folder") from None
+    return measured
 
 
 def page(report: Report, name: str, records: Sequence[RoundRecord] = ()) -> str:
@@ -73,6 +105,7 @@ def page(report: Report, name: str, records: Sequence[RoundRecord] = ()) -> str:
     return template.render(
         title=f"Plan of {name}",
         lead=_lead(report),
+        notes=_page_notes(report, records),
         facts=list(_facts(report)),
         charts=_charts(report, records),
         tables=list(_tables(report)),
@@ -82,7 +115,7 @@ def page(report: Report, name: str, records: Sequence[RoundRecord] = ()) -> str:
 
 def _lead(report: Report) -> str:
     table = report.forecast.table
-    where = f"{table.device}, {table.dtype}, {table.threads} threads"
+    where = f"{table.device}, {table.dtype}, {counted(table.threads, 'thread')}"
     if report.on_cluster:
         where = (
             f"{report.cluster.devices} devices (tp {report.cluster.tp}, pp {report.cluster.pp}), measured on {where}"
@@ -93,10 +126,11 @@ def _lead(report: Report) -> str:
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     outlook, plan = report.outlook, report.outlook.plan
     yield plan.policy, "policy"
-    yield f"{len(report.forecast.loads)} in {len(plan.htasks)}", "tasks in hTasks"
+    yield f"{tasks_text(report)}", f"in {counted(len(plan.htasks), 'hTask')}"
     yield seconds_text(outlook.iteration_s), "an iteration: one step of every task"
     yield f"{outlook.timeline.tokens_per_s:,.0f}", "tokens a second"
-    yield duration(max(outlook.done_s.values(), default=0.0)), "until all tasks are done"
+    who = "these" if report.waiting else "all"
+    yield soon(max(outlook.done_s.values(), default=0.0)), f"until {who} tasks are done"
     yield size_text(plan.peak_bytes), "peak" + (f" of {size_text(plan.cap_bytes)}" if plan.cap_bytes else " memory")
     if report.cluster.devices > 1:
         yield f"{sum(outlook.timeline.utilisation) / plan.stages:.0%}", "of the devices' time computes"
@@ -105,16 +139,41 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _charts(report: Report, records: Sequence[RoundRecord]) -> list[_Drawn]:
-    names = [name for htask in report.outlook.plan.htasks for name in htask.tasks][:_MOST_TASKS]
-    timeline = report.outlook.timeline
-    rounds = "one iteration" if timeline.iterations == 1 else f"{timeline.iterations} iterations"
-    charts = [predicted_chart(timeline, names, f"Predicted: {rounds}")]
+    names, timeline = _drawn_tasks(report), report.outlook.timeline
+    rounds = "one iteration"
+    if timeline.iterations > 1:
+        rounds = f"{timeline.iterations} iterations, one every {seconds_text(report.outlook.iteration_s)} on average"
+    charts = [(predicted_chart(timeline, names, f"Predicted: {rounds}"), "hTask.pass")]
     compared = train_rounds(records, names, _MEASURED_ROUNDS)
     if compared:
         first = compared[0].schedule.round
-        charts.append(measured_chart(compared, names, f"Measured: round {first} of the run"))
-    scale_s = max(chart.wall_s for chart in charts)
-    return [_Drawn(chart.title, legend(_used(chart)), svg(chart, scale_s=scale_s)) for chart in charts]
+        took = sum(done.step is not None and done.step.task in names for done in compared[0].actions)
+        part = f", in which {took} of these tasks took a step" if took < len(names) else ""
+        chart = measured_chart(compared, names, f"Measured: round {first} of the run{part}")
+        charts.append((chart, "rows in the lane of the device, a task's tokens in its own"))
+    scale_s = max(chart.wall_s for chart, _ in charts)
+    return [
+        _Drawn(
+            chart.title,
+            legend(_used(chart), groups(chart), idle=bool(chart.idle)),
+            f"Numbers in blocks: {told}.",
+            svg(chart, scale_s=scale_s),
+        )
+        for chart, told in charts
+    ]
+
+
+def _drawn_tasks(report: Report) -> list[str]:
+    return [name for htask in report.outlook.plan.htasks for name in htask.tasks][:_MOST_TASKS]
+
+
+def _page_notes(report: Report, records: Sequence[RoundRecord]) -> list[str]:
+    notes = list(report.notes)
+    if (more := len(report.forecast.loads) - _MOST_TASKS) > 0:
+        notes.append(f"{counted(more, 'more task')} have no lane of their own below")
+    if records and not train_rounds(records, _drawn_tasks(report), _MEASURED_ROUNDS):
+        notes.append("no round of the recorded run trained any of these tasks: nothing measured is shown")
+    return [f"{note[:1].upper()}{note[1:]}." for note in notes]
 
 
 def _used(chart: Chart) -> list[tuple[Kind, str]]:
@@ -159,8 +218,14 @@ def _told(event: Event) -> str:
 def _tables(report: Report) -> Iterator[_Table]:
     yield _Table(
         "hTasks",
-        "Tasks that share passes. Saved: against its tasks one at a time. With the next: what an iteration would take "
-        "more if the next hTask shared its passes too.",
+        "Tasks that share passes. An iteration: its passes and optimizer steps, one after another"
+        + (" over all stages" * (report.cluster.pp > 1))
+        + ". Saved: against its tasks one at a time. "
+        + (
+            "With the next: what an iteration would take more (+) or less (-) if the next hTask shared its passes too."
+            if report.cluster.devices == 1
+            else ""
+        ),
         ("hTask", "rows of the largest pass", "passes", "an iteration", "saved", "with the next", "tasks"),
         tuple(
             _Row(
@@ -173,7 +238,7 @@ def _tables(report: Report) -> Iterator[_Table]:
     if len(report.policies) > 1:
         yield _Table(
             "Policies",
-            "The same tasks, predicted by the same model; x is the time against the first.",
+            "The same tasks, predicted by the same model. x: the time of an iteration against the first.",
             (
                 "policy",
                 "hTasks",
@@ -183,7 +248,7 @@ def _tables(report: Report) -> Iterator[_Table]:
                 "x",
                 "rows that are no token",
                 "peak",
-                "all done",
+                "these done" if report.waiting else "all done",
             ),
             tuple(_Row(row.cells, place == 0) for place, row in enumerate(report.policies)),
         )
@@ -192,7 +257,7 @@ def _tables(report: Report) -> Iterator[_Table]:
         "A typical optimizer step of each. Who runs with whom changes no task's result.",
         ("task", "rows a step", "chunks", "steps left", "adapter", "done after"),
         tuple(
-            _Row((one.name, f"{one.rows:,}", str(one.chunks), f"{one.steps:,}", one.adapter, duration(one.done_s)))
+            _Row((one.name, f"{one.rows:,}", str(one.chunks), f"{one.steps:,}", one.adapter, soon(one.done_s)))
             for one in report.tasks
         ),
         frozenset({1, 5}),
@@ -200,10 +265,4 @@ def _tables(report: Report) -> Iterator[_Table]:
 
 
 def _footer(report: Report) -> str:
-    parts = [f"Planned in {1000 * report.planned_s:.0f} ms by MuxTune."]
-    more = len(report.forecast.loads) - _MOST_TASKS
-    if more > 0:
-        parts.append(f"{more} more tasks have no lane of their own above.")
-    if report.waiting:
-        parts.append(f"Waiting for memory: {', '.join(report.waiting)}.")
-    return " ".join(parts)
+    return f"Planned in {1000 * report.planned_s:.0f} ms by MuxTune."

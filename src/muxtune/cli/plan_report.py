@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from muxtune.cli.chart import seconds_text
 from muxtune.cli.terminal import duration
+from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS
 from muxtune.engine.shortage import size_text
 from muxtune.plan.outlook import Outlook, Outlooks, cost_on
 from muxtune.plan.planner import Reason, ineffective, reasons
@@ -16,6 +17,9 @@ from muxtune.spec.cluster import ClusterSpec
 
 if TYPE_CHECKING:
     from muxtune.engine.forecast import Forecast
+
+
+_SHOWN = 3  # names in one sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,8 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`planned_s`: what the plan took to make. `on_cluster`: whether it is for other hardware than this."""
+    """`planned_s`: what the plan took to make. `on_cluster`: whether it is for other hardware than this. `notes`:
+    sentences on what the numbers leave out."""
 
     forecast: Forecast
     cluster: ClusterSpec
@@ -61,6 +66,7 @@ class Report:
     policies: tuple[PolicyRow, ...]
     tasks: tuple[TaskRow, ...]
     waiting: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def make_report(
@@ -80,6 +86,8 @@ def make_report(
     # What fits several devices is the simulator's word, of a whole plan and not of two hTasks.
     whole = memory if cluster.devices == 1 else replace(memory, cap_bytes=None)
     why = reasons(outlook.plan, forecast.loads, cost, whole, most_rows=outlooks.most_rows)
+    if cluster.devices > 1:  # there, fusing two more changes the pipeline and its buckets, which no sum tells
+        why = [replace(one, more_s=None) for one in why]
     others = {policy: outlooks.of(policy) for policy in policies[1:]}
     compared = {policies[0]: outlook, **others}
     return Report(
@@ -96,7 +104,40 @@ def make_report(
             for load in forecast.loads
         ),
         forecast.waiting,
+        tuple(_notes(forecast, pipelined=cluster.devices > 1 and len(why) > 1)),
     )
+
+
+def _notes(forecast: Forecast, *, pipelined: bool) -> Iterator[str]:
+    if forecast.waiting:
+        yield f"in none of these numbers, since they wait for memory: {_few(forecast.waiting)}"
+    if forecast.recompute:
+        yield "memory has no room for the activations of a pass: they are computed twice, which times and peak include"
+    for tokens in sorted({tokens for _, tokens in forecast.smaller}):
+        names = [name for name, own in forecast.smaller if own == tokens]
+        yield f"memory_limit has room for chunks of {tokens} tokens, not {DEFAULT_CHUNK_TOKENS}: {_few(names)}"
+    if pipelined:
+        yield "what fusing more would cost depends on the whole pipeline, so there is no number: see --policy all"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """1 -> "1 task", 2 -> "2 tasks"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def soon(seconds: float) -> str:
+    """As `duration`, finer below ten seconds."""
+    return seconds_text(seconds) if seconds < 10 else duration(seconds)
+
+
+def tasks_text(report: Report) -> str:
+    """How many are planned, of how many there are."""
+    planned, waiting = len(report.forecast.loads), len(report.waiting)
+    return f"{planned:,} of {counted(planned + waiting, 'task')}" if waiting else counted(planned, "task")
 
 
 def line(report: Report) -> str:
@@ -104,7 +145,7 @@ def line(report: Report) -> str:
     outlook, plan = report.outlook, report.outlook.plan
     tokens = sum(load.tokens for load in report.forecast.loads)
     parts = [
-        f"{plan.policy}: {len(report.forecast.loads)} tasks in {len(plan.htasks)} hTask{'s' * (len(plan.htasks) != 1)}",
+        f"{plan.policy}: {tasks_text(report)} in {counted(len(plan.htasks), 'hTask')}",
         f"{outlook.iteration_s:.3f} s an iteration of {tokens:,} tokens predicted",
         f"{outlook.timeline.tokens_per_s:,.0f} tokens/s",
         f"peak {size_text(plan.peak_bytes)}" + (f" of {size_text(plan.cap_bytes)}" if plan.cap_bytes else ""),
@@ -112,7 +153,7 @@ def line(report: Report) -> str:
     if report.cluster.devices > 1:
         parts += [
             f"tp {report.cluster.tp} x pp {report.cluster.pp}",
-            f"{len(plan.buckets)} buckets",
+            counted(len(plan.buckets), "bucket"),
             f"utilisation {sum(outlook.timeline.utilisation) / plan.stages:.0%}",
             f"bubbles {outlook.timeline.bubble_share:.0%}",
             f"stalls {outlook.timeline.stall_share:.0%}",
@@ -132,7 +173,9 @@ def _more(reason: Reason) -> str:
     if reason.more_s is None:
         return "-"
     if not reason.fits:
-        return f"does not fit ({size_text(reason.more_bytes)})"
+        if reason.short_bytes:
+            return f"no: {size_text(reason.short_bytes)} of memory short"
+        return f"no: {reason.more_rows:,} rows, at most {reason.most_rows:,}"
     return ("+" if reason.more_s >= 0 else "-") + seconds_text(abs(reason.more_s))
 
 
@@ -149,7 +192,7 @@ def _policy_row(policy: Policy, own: Outlook, first: Outlook, outlooks: Outlooks
         f"{slower:.2f}",
         f"{unused:.1%}",
         size_text(plan.peak_bytes),
-        duration(done_s),
+        soon(done_s),
     )
     return PolicyRow(
         cells,

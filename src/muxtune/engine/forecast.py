@@ -12,17 +12,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from muxtune.data.prepare import PreparedJob
-from muxtune.engine.admission import Admission
+from muxtune.engine.admission import Admission, admit
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.loads import load_of_prepared
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.planning import memory_model
 from muxtune.engine.profile_cache import find_table
 from muxtune.engine.training import TrainingRun
+from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder
 from muxtune.plan.loads import TaskLoad
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.profile import OperatorTable
+
+_NO_LIMIT = 2**62  # bytes: more than any job wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Forecast:
     waiting: names of those that wait for memory, and are not planned yet.
     most_rows: that a pass may have.
     recompute: whether activations are computed twice.
+    smaller: jobs whose chunks memory_limit makes smaller, and to how many tokens.
     """
 
     loads: tuple[TaskLoad, ...]
@@ -40,11 +44,14 @@ class Forecast:
     memory: MemoryModel
     most_rows: int
     recompute: bool
+    smaller: tuple[tuple[str, int], ...] = ()
 
 
-def forecast(training: TrainingRun, notice: Callable[[str], None], *, keep: bool = True) -> Forecast:
-    """Of a run that would begin now, all jobs from their first step. `notice` is told what takes a while; `keep`:
-    whether activations of cut sequences are kept where memory here allows.
+def forecast(training: TrainingRun, notice: Callable[[str], None], *, here: bool = True) -> Forecast:
+    """Of a run that would begin now, all jobs from their first step. `notice` is told what takes a while.
+
+    Not `here`: for other hardware. Then neither memory_limit nor the memory of this machine counts: no job waits or is
+    refused for it, chunks are as large as can be, and no activation of a cut sequence is kept.
 
     Raises what the run would: ConfigError, DataError, and others before anything is loaded.
     """
@@ -54,9 +61,9 @@ def forecast(training: TrainingRun, notice: Callable[[str], None], *, keep: bool
     planned, _ = training.plan()
     base = training.base()
     prepared, _ = training.prepare(planned, base)
-    admission = training.admit(prepared, base, planned)
+    admission = training.admit(prepared, base, planned) if here else _unbounded(training, prepared, base)
     table = known_table(training, base) or _measured(training, base, notice)
-    return forecast_of(prepared, admission if keep else replace(admission, keep_tokens=0), table)
+    return forecast_of(prepared, admission, table)
 
 
 def forecast_of(
@@ -77,7 +84,20 @@ def forecast_of(
         _memory(admission),
         admission.fuse_tokens,
         admission.model.recompute,
+        tuple((size.job.name, size.chunk_tokens) for size in admission.sizes if size.warning),
     )
+
+
+def _unbounded(training: TrainingRun, prepared: Sequence[PreparedJob], base: ModelFolder) -> Admission:
+    """All jobs, whatever memory they want. Raises AdapterError for one that finds nothing to train."""
+    device = choose_device(training.run.device)
+    dtype = choose_dtype(training.run.dtype, device)
+    used, _ = memory_here(device)
+    found = admit(prepared, footprint(base.path, dtype), dtype=dtype, limit_bytes=_NO_LIMIT, process_bytes=used)
+    for _, error in found.refused:
+        training.locate(error)
+        raise error
+    return replace(found, keep_tokens=0)
 
 
 def known_table(training: TrainingRun, base: ModelFolder) -> OperatorTable | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from muxtune.errors import ConfigError
+from muxtune.plan.memory import size_text as size_text
 
 if TYPE_CHECKING:
     from muxtune.engine.admission import Admission, JobSize
@@ -87,13 +88,3 @@ def _limit_text(size_bytes: int) -> str:
     if size_bytes < 10**9:
         return f"{size_bytes // 10**6}MB"
     return f"{size_bytes / 10**9:.1f}GB"
-
-
-def size_text(size_bytes: int) -> str:
-    """1536000 -> "1.5 MB": three digits at most before the point, decimal units."""
-    size = float(size_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:
-            return f"{size:.0f} {unit}" if unit in ("B", "kB") else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

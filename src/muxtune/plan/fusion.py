@@ -32,7 +32,7 @@ import numpy.typing as npt
 from muxtune.errors import ConfigError
 from muxtune.plan.cost import ROW_MULTIPLE, CostModel
 from muxtune.plan.loads import TRAINS, TaskLoad
-from muxtune.plan.memory import MemoryModel
+from muxtune.plan.memory import MemoryModel, size_text
 from muxtune.plan.profile import Floats
 
 Counts = npt.NDArray[np.int64]
@@ -183,10 +183,13 @@ def fits(
 def _too_large(load: TaskLoad, memory: MemoryModel, free_bytes: int | None, most_rows: int | None) -> ConfigError:
     needed, rows = memory.pass_bytes(load.peak_rows, load.longest), load.peak_rows
     if free_bytes is not None and needed > free_bytes:
-        told = f"needs {needed:,} bytes for a pass of {rows} rows; {max(free_bytes, 0):,} are free"
+        told = (
+            f"needs {size_text(needed)} for a pass of {rows} rows, and {size_text(max(free_bytes, 0))} are left beside "
+            "the process, the weights and the adapters"
+        )
     else:
         told = f"has a chunk of {rows} rows; a pass may have {most_rows}"
-    return ConfigError(told, where=load.name, hint="give the run more memory, or the job a smaller max_length")
+    return ConfigError(told, where=load.name, hint="more memory, or a smaller max_length of the job")
 
 
 def _partition(runs: Sequence[_Run], weight: int) -> tuple[Cuts, float]:

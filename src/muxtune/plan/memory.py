@@ -58,3 +58,13 @@ class MemoryModel:
     def free_bytes(self, tasks: Iterable[TaskLoad]) -> int | None:
         """What is left for a pass beside what `tasks` hold; None: no limit."""
         return None if self.cap_bytes is None else self.cap_bytes - self.held_bytes(tasks)
+
+
+def size_text(size_bytes: int) -> str:
+    """1536000 -> "1.5 MB": three digits at most before the point, decimal units."""
+    size = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit in ("B", "kB") else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -22,7 +22,7 @@ from muxtune.plan.completion import Planned, completion
 from muxtune.plan.cost import CostModel
 from muxtune.plan.grouping import group
 from muxtune.plan.loads import TaskLoad
-from muxtune.plan.memory import MemoryModel
+from muxtune.plan.memory import MemoryModel, size_text
 from muxtune.plan.planner import Members, fused, pass_costs, plan_of, rows_of
 from muxtune.plan.profile import OperatorTable
 from muxtune.plan.simulate import SimTask, balanced_split, sim_task, simulate
@@ -189,9 +189,11 @@ def _counts(htasks: int) -> list[int]:
 
 def _too_small(needed_bytes: int, cap_bytes: int) -> ConfigError:
     return ConfigError(
-        f"a device would hold {needed_bytes:,} bytes of {cap_bytes:,} even with one task a pass",
+        f"a device would hold {size_text(needed_bytes)} even with one task a pass, which is "
+        f"{size_text(needed_bytes - cap_bytes)} more than it has",
         where="memory",
-        hint="plan for more devices (tp, pp), more memory each, or fewer tasks",
+        hint="plan for more devices (tp, pp), more memory each, fewer tasks or a smaller max_length; "
+        "chunks do not shrink for the memory of a cluster",
     )
 
 

@@ -97,6 +97,14 @@ def _most(loads: Members, memory: MemoryModel, most_rows: int | None, also_held:
     return rows if most_rows is None else min(rows, most_rows)
 
 
+def _short(rows: int, loads: Members, memory: MemoryModel, also_held: Members) -> int:
+    """Bytes that a pass of so many rows wants beside what there is, reckoned as `_most` does."""
+    free_bytes = memory.free_bytes([*loads, *also_held])
+    return (
+        0 if free_bytes is None else max(0, memory.pass_bytes(rows, max(load.longest for load in loads)) - free_bytes)
+    )
+
+
 def pass_costs(members: Members, cost: CostModel, policy: Policy = "muxtune") -> list[PassCost]:
     """What the passes of an hTask take, optimizer steps not counted."""
     found = []
@@ -118,7 +126,9 @@ class Reason:
     Attributes:
         alone_s, fused_s: of its members one at a time, and as they are.
         more_s: what the iteration would take more, or less, if the next hTask ran in it too; None for the last.
-        more_bytes: what it would then hold in all; `fits`: whether it may.
+        more_bytes, more_rows: what it would then hold in all, and the rows of its largest pass; `fits`: whether it may.
+        short_bytes: of memory that it would want beside what there is; 0 where it is not memory that forbids it.
+        most_rows: that a pass may have; None: any number.
     """
 
     htask: int
@@ -127,6 +137,9 @@ class Reason:
     more_s: float | None = None
     more_bytes: int = 0
     fits: bool = True
+    more_rows: int = 0
+    short_bytes: int = 0
+    most_rows: int | None = None
 
 
 def reasons(
@@ -153,7 +166,9 @@ def reasons(
         together = [*group, *groups[place + 1]]
         more_s = _htask(together, cost, plan.policy).predicted_s - own_s - plan.htasks[place + 1].predicted_s
         needed = memory.peak_bytes([*loads, *also_held], [together], count)
-        found.append(Reason(place, alone_s, own_s, more_s, needed, most is None or count(together) <= most))
+        rows = count(together)
+        able, short = most is None or rows <= most, _short(rows, loads, memory, also_held)
+        found.append(Reason(place, alone_s, own_s, more_s, needed, able, rows, 0 if able else short, most))
     return found
 
 

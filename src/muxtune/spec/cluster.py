@@ -10,6 +10,7 @@ latency_s + n / bandwidth seconds. `load_cluster` reads a YAML file; faults name
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Self
 
@@ -19,23 +20,40 @@ from muxtune.errors import ConfigError
 from muxtune.spec.border import Spec
 from muxtune.spec.load import validated
 from muxtune.spec.merge import without_nulls
-from muxtune.spec.scalars import Integer, Number, Size, read_size
-from muxtune.spec.tree import Origin
+from muxtune.spec.scalars import Integer, Number, Size, clip, read_size
+from muxtune.spec.tree import Origin, Table, way_to
 from muxtune.spec.yaml_tree import read_yaml
 
 MAX_DEVICES = 4096
+MAX_LATENCY_S = 60
+MAX_SPEED = 1_000_000  # a device against the one that was measured, or the other way round
 
 
 def _read_bandwidth(value: object) -> int:
     """Bytes a second: a size, with or without `/s`."""
-    return read_size(value.strip().removesuffix("/s") if isinstance(value, str) else value)
+    try:
+        return read_size(value.strip().removesuffix("/s") if isinstance(value, str) else value)
+    except ConfigError:
+        raise ConfigError(
+            f"should be a bandwidth, got {clip(value)}",
+            hint="50GB/s: bytes a second, or a number with kB/s, MB/s, GB/s or TB/s, below 2^63",
+        ) from None
+
+
+def _read_link(value: object) -> object:
+    """A link has two numbers, so that one alone is not taken for both."""
+    if value is None or isinstance(value, Mapping | Link):
+        return value
+    raise ConfigError(
+        f"should be a bandwidth and a latency, got {clip(value)}", hint="{bandwidth: 50GB/s, latency_s: 5e-6}"
+    )
 
 
 class Link(Spec):
     """Between two devices, each way: `bandwidth` in bytes a second, `latency_s` of a message."""
 
     bandwidth: Annotated[int, BeforeValidator(_read_bandwidth), Field(ge=1)]
-    latency_s: Annotated[Number, Field(ge=0)] = 0
+    latency_s: Annotated[Number, Field(ge=0, le=MAX_LATENCY_S)] = 0
 
     def send_s(self, size_bytes: float) -> float:
         """Seconds of one message."""
@@ -59,9 +77,9 @@ class ClusterSpec(Spec):
     memory: Annotated[Size, Field(ge=1)] | None = None
     tp: Annotated[Integer, Field(ge=1, le=MAX_DEVICES)] = 1
     pp: Annotated[Integer, Field(ge=1, le=MAX_DEVICES)] = 1
-    tp_link: Link | None = None  # between the devices of a stage
-    pp_link: Link | None = None  # between the devices of neighbouring stages
-    speed: Annotated[Number, Field(gt=0)] = 1
+    tp_link: Annotated[Link | None, BeforeValidator(_read_link)] = None  # between the devices of a stage
+    pp_link: Annotated[Link | None, BeforeValidator(_read_link)] = None  # between the devices of neighbouring stages
+    speed: Annotated[Number, Field(ge=1 / MAX_SPEED, le=MAX_SPEED)] = 1
 
     @model_validator(mode="after")
     def _all_used(self) -> Self:
@@ -96,5 +114,15 @@ class ClusterSpec(Spec):
 
 def load_cluster(path: str | os.PathLike[str]) -> ClusterSpec:
     """The cluster that a YAML file describes; a null gives a key its default. Raises ConfigError."""
+    return validated(ClusterSpec, _table(path), "")
+
+
+def cluster_place(path: str | os.PathLike[str], key: str) -> str:
+    """File, line and key: where a cluster's file gives `key`, for what is found wrong only when a plan is made."""
+    *_, nearest_given = way_to(_table(path), (key,))
+    return nearest_given.origin.at("", key)
+
+
+def _table(path: str | os.PathLike[str]) -> Table:
     table = without_nulls(read_yaml(path, belongs="devices, memory, tp, pp, tp_link, pp_link and speed belong here"))
-    return validated(ClusterSpec, replace(table, origin=Origin(os.fspath(path))), "")
+    return replace(table, origin=Origin(os.fspath(path)))

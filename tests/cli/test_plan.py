@@ -151,7 +151,7 @@ def test_a_cluster_is_planned_for_whatever_memory_is_here(shell: Shell, config: 
     assert _json(shell, config, "--cluster", "large.yaml", *tight)["plan"]["cap_bytes"] == 48_000_000_000
     (project / "small.yaml").write_text("memory: 1MB\n")
     ended = shell.run("plan", config.name, "--cluster", "small.yaml")
-    assert ended.code == 2 and "MB" in ended.err and " bytes" not in ended.err
+    assert ended.code == 2 and "small.yaml:1 memory: job " in ended.err and " bytes" not in ended.err
 
 
 def test_jobs_that_wait_are_counted_and_named(shell: Shell, project: Path, tiny_llama: Path) -> None:

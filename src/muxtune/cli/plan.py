@@ -68,9 +68,12 @@ def plan(
     try:
         report = make_report(found, policies, spec, time.perf_counter, cluster is not None)
     except ConfigError as error:
-        if cluster is not None and error.where in ClusterSpec.model_fields:
-            error.where = cluster_place(cluster, error.where)
-        raise
+        if cluster is None:
+            raise
+        if error.where in ClusterSpec.model_fields:
+            raise ConfigError(error.message, where=cluster_place(cluster, error.where), hint=error.hint) from None
+        told = f"job {error.where} {error.message}"  # which fits on no device
+        raise ConfigError(told, where=cluster_place(cluster, "memory"), hint=error.hint) from None
     if html is not None:
         from muxtune.cli.plan_page import write_page
 

@@ -1,14 +1,16 @@
 """MuxTune: many PEFT tasks on one frozen backbone, each with exactly the result it would have had alone.
 
 Importing this package imports neither torch nor pydantic: a name is loaded when it is first used, so that
-`muxtune --help` answers at once.
+`muxtune --help` answers at once. Import it before torch is used: `environment` says what it prepares.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from muxtune.environment import cpu_vendor, prepare
 from muxtune.errors import MuxTuneError
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ __all__ = [
     "Validation",
     "train",
 ]
+
+prepare(os.environ, cpu_vendor())
 
 _HOMES = {name: ("muxtune.spec", name) for name in __all__ if name != "MuxTuneError"} | {
     "Engine": ("muxtune.engine.local", "LocalEngine"),

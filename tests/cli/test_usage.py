@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -113,20 +112,6 @@ def test_main_exits_with_the_status() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["version"])
     assert ended.value.code == 0
-
-
-@pytest.mark.parametrize(
-    ("said", "spins"), [({}, "5000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")], ids=str
-)
-def test_waiting_threads_do_not_spin_for_long_unless_told_to(said: dict[str, str], spins: str | None) -> None:
-    """Set before torch is imported, which is when it is read."""
-    code = (
-        "import atexit, os, sys; from muxtune.cli.main import main; assert 'torch' not in sys.modules; "
-        "atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'))); main(['version'])"
-    )
-    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    ended = subprocess.run([sys.executable, "-c", code], env=kept | said, capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines()[-1] == str(spins)
 
 
 def test_a_reader_that_goes_away(project: Path, tiny_llama: Path, environment: dict[str, str]) -> None:

@@ -6,7 +6,6 @@ tokenizers nor rich. Exit status: 0 done, 1 a job failed or a check said no, 2 u
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
@@ -20,7 +19,6 @@ from muxtune.cli.terminal import flush_stdout, prepare_streams, tell
 from muxtune.errors import MuxTuneError
 
 _BROKEN_PIPE = 141  # what a shell reports of a process that SIGPIPE ended
-_SPINS = "5000"  # docs/log.md has what this was measured at
 
 app = typer.Typer(
     name="muxtune",
@@ -60,19 +58,8 @@ def options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its status."""
-    _bound_spinning()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     sys.exit(run(arguments))
-
-
-def _bound_spinning() -> None:
-    """Threads that wait for others spin for a moment and then sleep, unless the user has said how they wait.
-
-    Spinning on, as they do by default, makes a run many times slower once another process takes a core. Read
-    once, when torch is imported.
-    """
-    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
-        os.environ["GOMP_SPINCOUNT"] = _SPINS
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from muxtune.data.prepare import PreparedJob
 from muxtune.engine.admission import Admission
-from muxtune.engine.forecast import forecast_of, known_table
+from muxtune.engine.forecast import forecast_of
 from muxtune.engine.training import TrainingRun
 from muxtune.models.sources import ModelFolder
 from muxtune.plan.cost import CostModel
@@ -32,7 +32,7 @@ def predicted_s(
 ) -> float | None:
     """Seconds of all `prepared` jobs that are in `done`, from as many steps on; None where nothing is known."""
     begun = [one for one in prepared if one.job.name in done]
-    table = known_table(training, base) if begun and not admission.waiting else None
+    table = training.known_table(base) if begun and not admission.waiting else None
     if table is None:
         return None
     found = forecast_of(begun, admission, table, done)

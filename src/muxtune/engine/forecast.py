@@ -34,6 +34,7 @@ class Forecast:
     most_rows: that a pass may have.
     recompute: whether activations are computed twice.
     smaller: jobs whose chunks memory_limit makes smaller, and to how many tokens.
+    evaluates: whether any of them holds something out.
     """
 
     loads: tuple[TaskLoad, ...]
@@ -43,6 +44,7 @@ class Forecast:
     most_rows: int
     recompute: bool
     smaller: tuple[tuple[str, int], ...] = ()
+    evaluates: bool = False
 
 
 def forecast(training: TrainingRun, notice: Callable[[str], None], *, here: bool = True) -> Forecast:
@@ -91,6 +93,7 @@ def forecast_of(
         admission.fuse_tokens,
         admission.model.recompute,
         tuple((size.job.name, size.chunk_tokens) for size in admission.sizes if size.warning),
+        any(one.data.validation for one in prepared if one.job.name in sizes),
     )
 
 

@@ -19,16 +19,16 @@ import torch
 
 from benchmarks.baselines import Recipe
 from benchmarks.loads import NON_UNIFORM, Load, light, non_uniform
+from benchmarks.rows import ineffective
 from benchmarks.sides import EngineSide, engine_side
 from benchmarks.timing import Timings, interleave, ratio
 from muxtune.engine import executor
 from muxtune.engine.optim import FlatAdamW
 from muxtune.models.backbone import Backbone
-from muxtune.plan.types import MicroBatch, Policy
+from muxtune.plan.types import Policy
 
 POLICIES: tuple[Policy, ...] = ("fuse-all", "sequential", "padded")
 PADDED_TO = {"sst2": 64, "openbookqa": 128, "rte": 256}
-ROW_MULTIPLE = 16
 LAYERS = 4
 COUNTED_STEPS = 16  # whose rows are counted
 
@@ -58,25 +58,15 @@ def chunk_costs(backbone: Backbone, rounds: int, load: Load | None = None) -> Ch
     measured = times(backbone, load, rounds)
     packed = measured[POLICIES[0]]
     policies = tuple(
-        PolicyCost(policy, ineffective(backbone, load, policy), timing.seconds, ratio(timing, packed))
+        PolicyCost(policy, wasted(backbone, load, policy), timing.seconds, ratio(timing, packed))
         for policy, timing in measured.items()
     )
     return ChunkCosts(policies, padded_as_published(load), overhead(backbone, rounds))
 
 
-def ineffective(backbone: Backbone, load: Load, policy: Policy) -> float:
-    """The part of all rows of all steps that is no token. Nothing is run."""
-    side = engine_side(backbone, load, Recipe(), policy=policy)
-    rows = tokens = 0
-    for step in range(load.steps):
-        for task in side.tasks:
-            task.step = step
-        for action in side.engine.schedule([task.participant() for task in side.tasks]).actions:
-            if isinstance(action, MicroBatch):
-                lengths = [max(ref.length, action.width) for item in action.items for ref in item.sequences]
-                rows += sum(lengths) + -sum(lengths) % ROW_MULTIPLE
-                tokens += action.tokens
-    return 1 - tokens / rows
+def wasted(backbone: Backbone, load: Load, policy: Policy) -> float:
+    """The part of all rows of all steps under a policy that is no token. Nothing is run."""
+    return ineffective(engine_side(backbone, load, Recipe(), policy=policy), load)
 
 
 def padded_as_published(load: Load) -> float:

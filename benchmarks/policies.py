@@ -23,13 +23,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.baselines import Recipe, initial_matrices, task_by_task
 from benchmarks.loads import NON_UNIFORM, Load, light, non_uniform, uniform
+from benchmarks.rows import ineffective
 from benchmarks.sides import EngineSide, engine_side
 from benchmarks.timing import Step, Timings, interleave
 from muxtune.engine.planning import Planning
 from muxtune.models.backbone import Backbone
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.profile import OperatorTable
-from muxtune.plan.types import MicroBatch, Policy, RoundSchedule
+from muxtune.plan.types import Policy
 
 POLICIES: tuple[Policy, ...] = ("muxtune", "fuse-all", "sequential", "padded")
 ONE_BATCH = "padded, in one batch"
@@ -37,7 +38,6 @@ PEFT = "transformers + peft, task by task"
 KINDS = ("light uniform", "light non-uniform", "heavy uniform", "heavy non-uniform")
 TASKS = (8, 16, 32)
 LAYERS = 6  # of the whole model's, so that an evening is enough
-ROW_MULTIPLE = 16
 UNBOUNDED = 10**9
 ONE_BATCH_TOKENS = 4000  # of a step, above which a batch of all tasks takes too much memory
 
@@ -127,29 +127,6 @@ def _side(
 ) -> EngineSide:
     planning = Planning(table, MemoryModel(), backbone.places) if policy == "muxtune" else None
     return engine_side(backbone, load, recipe, policy=policy, planning=planning)
-
-
-def ineffective(side: EngineSide, load: Load) -> float:
-    """The part of all rows of all steps that is no token. Nothing is run."""
-    rows = tokens = 0
-    for step in range(load.steps):
-        for task in side.tasks:
-            task.step = step
-        schedule = side.engine.schedule([task.participant() for task in side.tasks])
-        rows += _rows(schedule)
-        tokens += sum(action.tokens for action in schedule.actions if isinstance(action, MicroBatch))
-    for task in side.tasks:
-        task.step = 0
-    return 1 - tokens / rows
-
-
-def _rows(schedule: RoundSchedule) -> int:
-    found = 0
-    for action in schedule.actions:
-        if isinstance(action, MicroBatch):
-            rows = sum(max(ref.length, action.width) for item in action.items for ref in item.sequences)
-            found += rows + -rows % ROW_MULTIPLE
-    return found
 
 
 def _result(name: str, timing: Timings, fastest: Timings, tokens: Sequence[int], wasted: float | None) -> PolicyResult:

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from benchmarks import planning, policies
 from benchmarks.choices import Choice, Choices, choices
-from benchmarks.planning import all_partitions, planning_costs
+from benchmarks.made_up import partitions
+from benchmarks.planning import planning_costs
 from benchmarks.policies import KINDS, POLICIES, load_of_kind, median_interval, policy_race
 from benchmarks.prediction import Outcome, Report
 from benchmarks.report import show_choices, show_planning, show_policies, show_prediction
 from tests.engine.build import backbone_of
-from tests.plan.partitions import partitions
 from tests.plan.tables import table
 from tests.tiny_tokenizer import VOCAB
 
@@ -64,8 +64,8 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 
 def test_every_partition_is_among_all() -> None:
     drawn = planning._loads(np.random.default_rng(1), 5)
-    ours = {frozenset(frozenset(one.name for one in part) for part in whole) for whole in all_partitions(drawn)}
-    assert len(ours) == 52 and len(list(partitions(drawn))) == 52
+    found = [frozenset(frozenset(one.name for one in part) for part in whole) for whole in partitions(drawn)]
+    assert len(found) == len(set(found)) == 52
 
 
 def test_what_planning_gives_up_is_never_negative(monkeypatch: pytest.MonkeyPatch) -> None:

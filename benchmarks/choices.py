@@ -21,9 +21,9 @@ from muxtune.engine.task import Task
 from muxtune.models.backbone import Backbone
 from muxtune.plan.cost import CostModel
 from muxtune.plan.memory import MemoryModel
-from muxtune.plan.planner import POLICIES, make_plan
+from muxtune.plan.planner import make_plan
 from muxtune.plan.profile import OperatorTable
-from muxtune.plan.types import Policy
+from muxtune.spec.policy import POLICIES, Policy
 
 FUSE_TOKENS = 2048
 BUDGETS = (64, 128, 256, 512, 1024, 2048)

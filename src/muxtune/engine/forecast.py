@@ -14,9 +14,8 @@ import torch
 from muxtune.data.prepare import PreparedJob
 from muxtune.engine.admission import Admission, admit
 from muxtune.engine.load import choose_device, choose_dtype
-from muxtune.engine.loads import load_of_prepared
+from muxtune.engine.loads import load_of
 from muxtune.engine.local import LocalEngine
-from muxtune.engine.planning import memory_model
 from muxtune.engine.profile_cache import find_table
 from muxtune.engine.training import TrainingRun
 from muxtune.models.memory import footprint, memory_here
@@ -71,17 +70,25 @@ def forecast_of(
 ) -> Forecast:
     """Of jobs that have been admitted; `done` are the steps of those that go on."""
     done, places, keep_tokens = done or {}, admission.model.places, admission.keep_tokens
-    chunks = {size.job.name: size.chunk_tokens for size in admission.sizes}
+    sizes = {size.job.name: size for size in admission.sizes}
     loads = (
-        load_of_prepared(one, chunks[one.job.name], places, done=done.get(one.job.name, 0), keep_tokens=keep_tokens)
+        load_of(
+            one.job,
+            one.data.train,
+            size.chunk_tokens,
+            places,
+            done=done.get(one.job.name, 0),
+            keep_tokens=keep_tokens,
+            held_bytes=size.state_bytes,
+        )
         for one in prepared
-        if one.job.name in chunks
+        if (size := sizes.get(one.job.name)) is not None
     )
     return Forecast(
         tuple(loads),
         tuple(size.job.name for size in admission.waiting),
         table,
-        _memory(admission),
+        admission.memory,
         admission.fuse_tokens,
         admission.model.recompute,
         tuple((size.job.name, size.chunk_tokens) for size in admission.sizes if size.warning),
@@ -107,15 +114,6 @@ def known_table(training: TrainingRun, base: ModelFolder) -> OperatorTable | Non
     run = training.run
     device = choose_device(run.device)
     return find_table(base.path, training.cache, device=device, dtype=choose_dtype(run.dtype, device))
-
-
-def _memory(admission: Admission) -> MemoryModel:
-    return memory_model(
-        admission.model,
-        process_bytes=admission.process_bytes,
-        limit_bytes=admission.limit_bytes,
-        keep_tokens=admission.keep_tokens,
-    )
 
 
 def _measured(training: TrainingRun, base: ModelFolder, notice: Callable[[str], None]) -> OperatorTable:

@@ -36,7 +36,6 @@ from muxtune.engine.admission import Admission, admit
 from muxtune.engine.begin import Failure, FileHashes, PlannedJob, plan_job
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.local import LocalEngine
-from muxtune.engine.planning import memory_model
 from muxtune.engine.runner import Runner
 from muxtune.engine.starting import Admitted, Ready, check, opening, start
 from muxtune.engine.task import Task
@@ -184,9 +183,7 @@ class TrainingRun:
             dtype=run.dtype,
             threads=run.threads,
             policy=run.policy,
-            memory=memory_model(
-                admission.model, process_bytes=admission.process_bytes, limit_bytes=admission.limit_bytes
-            ),
+            memory=admission.memory,
             fuse_tokens=admission.fuse_tokens,
             recompute=admission.model.recompute,
             keep_tokens=admission.keep_tokens,

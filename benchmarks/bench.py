@@ -1,23 +1,24 @@
 """`make bench`: tokens per second and memory on SmolLM2-135M, completion-only loss, against transformers + peft.
 
-    python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--part adapters] [--part chunks]
-                               [--part long] [--part planning] [--part policies] [--part prediction]
-                               [--part choices]
+    python -m benchmarks.bench [--part light] [--part medium] [--part non-uniform] [--part memory] [--part adapters]
+                               [--part chunks] [--part long] [--part planning] [--part policies]
+                               [--part prediction] [--part choices]
                                [--tokens N] [--chunk N] [--tasks N] [--mixes N] [--seed N]
                                [--rounds N] [--threads N] [--layers N] [--model NAME]
                                [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
 
-*light*: 8 tasks, a micro-batch of one 16-token example each. *non-uniform*: 8 tasks with the lengths of real data sets,
-micro-batch 4. Both print the floor beside the sides (`race`, `floor`). *memory*: 1, 8 and 32 tasks, each stepped once
-(`memory`; host memory, so on the CPU only). *adapters*: what adapters add to a step, by type, number and rank, on the
-first four layers unless `--layers` says otherwise (`adapters`). *chunks*: packed rows against padded ones, and the
-executor's own time, on four layers, too (`chunks`). *long*: one example of `--tokens` in one pass and in chunks of
-`--chunk`, whose activations are computed twice or kept, on ten layers (`long`; on the CPU only). *planning*: what it
-takes, and what it gives up (`planning`). *policies*: four of them and transformers + peft on four kinds of load, for
-each of `--tasks`, on six layers (`policies`). *prediction*: of mixes drawn after the operator table is measured, what a
-step takes against what was predicted (`prediction`). *choices*: whether the policy called best for such a mix is, on
-six layers (`choices`). `--layers 2` is a quick look that says nothing about the whole model. The JSON that `--out`
-writes is described in `report`. Exits 1 where the sides' final losses disagree.
+*light*: 8 tasks, a micro-batch of one 16-token example each. *medium*: the same with 64 tokens. *non-uniform*: 8 tasks
+with the lengths of real data sets, micro-batch 4. All print the floor beside the sides, and what share of this roofline
+each reaches (`race`, `floor`). *memory*: 1, 8 and 32 tasks, each stepped once (`memory`; host memory, so on the CPU
+only). *adapters*: what adapters add to a step, by type, number and rank, on the first four layers unless `--layers`
+says otherwise (`adapters`). *chunks*: packed rows against padded ones, and the executor's own time, on four layers, too
+(`chunks`). *long*: one example of `--tokens` in one pass and in chunks of `--chunk`, whose activations are computed
+twice or kept, on ten layers (`long`; on the CPU only). *planning*: what it takes, and what it gives up (`planning`).
+*policies*: four of them and transformers + peft on four kinds of load, for each of `--tasks`, on six layers
+(`policies`). *prediction*: of mixes drawn after the operator table is measured, what a step takes against what was
+predicted (`prediction`). *choices*: whether the policy called best for such a mix is, on six layers (`choices`).
+`--layers 2` is a quick look that says nothing about the whole model. The JSON that `--out` writes is described in
+`report`. Exits 1 where the sides' final losses disagree.
 
 About an hour on two quiet cores; anything else that runs meanwhile makes the figures worth less.
 """
@@ -41,7 +42,7 @@ from benchmarks.baselines import Recipe
 from benchmarks.choices import Choices, choices
 from benchmarks.chunks import ChunkCosts, chunk_costs
 from benchmarks.folders import MODEL, model_folder, plain_model
-from benchmarks.loads import light, non_uniform
+from benchmarks.loads import light, medium, non_uniform
 from benchmarks.long import LongCosts, long_costs
 from benchmarks.machine import describe
 from benchmarks.planning import planning_costs
@@ -68,6 +69,7 @@ from muxtune.models.sources import ModelFolder
 
 PARTS = (
     "light",
+    "medium",
     "non-uniform",
     "memory",
     "adapters",
@@ -81,9 +83,19 @@ PARTS = (
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = "benchmarks.sides:muxtune_tasks"
 MEMORY_TASKS = (1, 8, 32)
+LOADS = {"light": light, "medium": medium, "non-uniform": non_uniform}
 WARMUP = 1
 # A light step takes a tenth of a non-uniform one and is the noisier for it.
-ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3, "chunks": 5, "policies": 5, "prediction": 5, "choices": 3}
+ROUNDS = {
+    "light": 11,
+    "medium": 7,
+    "non-uniform": 5,
+    "adapters": 3,
+    "chunks": 5,
+    "policies": 5,
+    "prediction": 5,
+    "choices": 3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +123,7 @@ def run_race(folder: ModelFolder, part: str, settings: Settings) -> RaceResult:
     backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
     model = plain_model(folder, dtype).to(device)
     steps = WARMUP + (settings.rounds or ROUNDS[part])
-    load = (light if part == "light" else non_uniform)(steps, vocab=backbone.vocabulary)
+    load = LOADS[part](steps, vocab=backbone.vocabulary)
     return race(load, backbone, model, Recipe(), warmup=WARMUP, default_optimizer=part == "light")
 
 

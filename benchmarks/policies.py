@@ -6,9 +6,9 @@ round runs step r of every side, in turning order; ratios are paired, and given 
 median with at least 95 % (order statistics). `padded in one batch` is `padded` without a bound on the rows of a pass,
 every task padded to the longest of all: what SL-PEFT and mLoRA do. transformers + peft runs task by task.
 
-Beside the times: what the planner took, what it predicted, what part of the rows was no token. The ablations of the
-paper are among the sides: without fusion is `sequential`, without alignment `padded`; on one device there is no
-communication to orchestrate.
+Beside the times: what part of it the floor takes in muxtune's own passes (the roofline, `floor`), what the planner
+took, what it predicted, what part of the rows was no token. The ablations of the paper are among the sides: without
+fusion is `sequential`, without alignment `padded`; on one device there is no communication to orchestrate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from benchmarks.baselines import Recipe, initial_matrices, task_by_task
+from benchmarks.floor import floor_side
 from benchmarks.loads import NON_UNIFORM, Load, light, non_uniform, uniform
 from benchmarks.rows import ineffective
 from benchmarks.sides import EngineSide, engine_side
@@ -35,6 +36,7 @@ from muxtune.spec.policy import Policy
 POLICIES: tuple[Policy, ...] = ("muxtune", "fuse-all", "sequential", "padded")
 ONE_BATCH = "padded, in one batch"
 PEFT = "transformers + peft, task by task"
+FLOOR = "floor, in muxtune's passes"
 KINDS = ("light uniform", "light non-uniform", "heavy uniform", "heavy non-uniform")
 TASKS = (8, 16, 32)
 LAYERS = 6  # of the whole model's, so that an evening is enough
@@ -65,6 +67,11 @@ class PolicyRace:
     htasks: int
     predicted_s: float
     planned_s: float
+
+    @property
+    def roofline(self) -> float | None:
+        """The share of it that muxtune reaches."""
+        return next((side.slower for side in self.sides if side.side == FLOOR), None)
 
     @property
     def error(self) -> float:
@@ -98,13 +105,14 @@ def policy_race(
     *,
     rounds: int,
 ) -> PolicyRace:
-    """Race the policies - and transformers + peft, where its `model` is given - on one load."""
+    """Race the policies - and transformers + peft and the floor, where its `model` is given - on one load."""
     load, recipe = load_of_kind(kind, tasks, rounds + 1, vocab=backbone.vocabulary), Recipe()
     ours: dict[str, EngineSide] = {policy: _side(backbone, load, recipe, policy, table) for policy in POLICIES}
     if load.real_tokens(0) <= ONE_BATCH_TOKENS:
         ours[ONE_BATCH] = engine_side(backbone, load, recipe, policy="padded", fuse_tokens=UNBOUNDED)
     steps: dict[str, Step] = {name: side.step for name, side in ours.items()}
     if model is not None:
+        steps[FLOOR] = floor_side(ours["muxtune"], load, model, r=recipe.r).step
         steps[PEFT] = task_by_task(model, load, recipe, initial_matrices(model, recipe)).step
     wasted = {name: ineffective(side, load) for name, side in ours.items()}
     timings = interleave(steps, rounds)

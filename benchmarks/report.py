@@ -16,7 +16,7 @@ The JSON file (`schema` 1):
      "chunks":   {...} or null,            benchmarks.chunks.ChunkCosts
      "long":     {...} or null,            benchmarks.long.LongCosts, with "agrees"
      "planning": {...} or null,            benchmarks.planning.PlanningCosts
-     "policies": [{...}, ...],             benchmarks.policies.PolicyRace
+     "policies": [{...}, ...],             benchmarks.policies.PolicyRace, with "roofline"
      "predictions": {...} or null,         benchmarks.prediction.Report
      "choices":  {...} or null}            benchmarks.choices.Choices
 """
@@ -41,7 +41,7 @@ from benchmarks.memory import Memory
 from benchmarks.planning import PlanningCosts
 from benchmarks.policies import PolicyRace
 from benchmarks.prediction import Report
-from benchmarks.race import PEFT, RaceResult
+from benchmarks.race import FLOOR_FUSED, PEFT, RaceResult
 from benchmarks.timing import Timings, ratio
 
 SCHEMA = 1
@@ -93,13 +93,14 @@ def show_race(console: Console, result: RaceResult) -> None:
     """Sides, then ratios, then whether all trained the same."""
     table = Table(title=_title(result), title_justify="left")
     table.add_column("side")
-    for name in ("tokens/s", "s a step", "spread", "x peft"):
+    for name in ("tokens/s", "s a step", "spread", "x peft", "of roofline"):
         table.add_column(name, justify="right")
-    yardstick = Timings(result.sides[PEFT].seconds)
+    yardstick, floor = Timings(result.sides[PEFT].seconds), Timings(result.sides[FLOOR_FUSED].seconds)
     for name, side in result.sides.items():
-        times = ratio(yardstick, Timings(side.seconds))
+        own = Timings(side.seconds)
+        times, share = f"{ratio(yardstick, own):.2f}", f"{ratio(floor, own):.0%}"
         speed, seconds, spread = f"{side.tokens_per_s:.1f}", f"{side.median_s:.3f}", f"{side.spread:.0%}"
-        table.add_row(name, speed, seconds, spread, f"{times:.2f}")
+        table.add_row(name, speed, seconds, spread, times, share)
     console.print(table)
     for name, value in result.ratios.items():
         console.print(f"  {name}: {value:.0%}" if "share" in name else f"  {name}: {value:.2f}x", highlight=False)
@@ -212,6 +213,8 @@ def show_policies(console: Console, race: PolicyRace) -> None:
         figures = (f"{side.tokens_per_s:.0f}", f"{side.median_s:.3f}", f"{side.slower:.2f}", f"{low:.2f}-{high:.2f}")
         table.add_row(side.side, *figures, wasted)
     console.print(table)
+    if race.roofline is not None:
+        console.print(f"  muxtune's share of the roofline: {race.roofline:.0%}", highlight=False)
     console.print(
         f"  predicted {race.predicted_s:.3f} s ({race.error:+.0%}), planned in {1000 * race.planned_s:.1f} ms",
         highlight=False,
@@ -248,7 +251,7 @@ def write_json(path: Path, machine: Machine, settings: object, found: Findings) 
         "chunks": asdict(found.chunks) if found.chunks is not None else None,
         "long": asdict(found.long) | {"agrees": found.long.agrees} if found.long is not None else None,
         "planning": asdict(found.planning) if found.planning is not None else None,
-        "policies": [asdict(race) for race in found.policies],
+        "policies": [asdict(race) | {"roofline": race.roofline} for race in found.policies],
         "predictions": asdict(found.predictions) if found.predictions is not None else None,
         "choices": asdict(found.choices) if found.choices is not None else None,
     }

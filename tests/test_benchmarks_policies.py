@@ -20,6 +20,7 @@ from benchmarks.prediction import Outcome, Report
 from benchmarks.report import show_choices, show_planning, show_policies, show_prediction
 from tests.engine.build import backbone_of
 from tests.plan.tables import table
+from tests.tiny import tiny_model
 from tests.tiny_tokenizer import VOCAB
 
 
@@ -33,11 +34,22 @@ def test_all_sides_run_the_same_steps_and_are_held_against_muxtune(monkeypatch: 
     for side in race.sides:
         assert side.interval[0] <= side.slower <= side.interval[1]
         assert side.tokens_per_s > 0
-    assert race.htasks >= 1 and race.planned_s > 0
+    assert race.htasks >= 1 and race.planned_s > 0 and race.roofline is None
     console = Console(record=True, width=140)
     show_policies(console, race)
     told = console.export_text()
     assert all(name in told for name in by_name)
+
+
+def test_the_roofline_of_a_load_is_that_of_muxtunes_own_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "NON_UNIFORM", ("sst2", "openbookqa"))
+    backbone, model = backbone_of(), tiny_model("llama")
+    race = policy_race("light non-uniform", 3, backbone, model, lambda: table(4096), rounds=2)
+    assert {policies.FLOOR, policies.PEFT} < {side.side for side in race.sides}
+    assert race.roofline is not None and 0 < race.roofline < 1
+    console = Console(record=True, width=140)
+    show_policies(console, race)
+    assert f"share of the roofline: {race.roofline:.0%}" in console.export_text()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,20 +10,14 @@ the head and their backward pass nor in the optimizers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from benchmarks.baselines import Recipe
 from benchmarks.loads import NON_UNIFORM, Load, light, non_uniform
 from benchmarks.rows import ineffective
+from benchmarks.sections import timed, work_of
 from benchmarks.sides import EngineSide, engine_side
 from benchmarks.timing import Timings, interleave, ratio
-from muxtune.engine import executor
-from muxtune.engine.optim import FlatAdamW
 from muxtune.models.backbone import Backbone
 from muxtune.spec.policy import Policy
 
@@ -85,44 +79,12 @@ def overhead(backbone: Backbone, rounds: int) -> float:
     side = engine_side(backbone, load, Recipe())
     shares = []
     for step in range(rounds + 1):
-        with _timed_inside(backbone) as inside:
+        with timed({"work": work_of(backbone)}) as inside:
             began = time.perf_counter()
             side.step(step)
             whole_s = time.perf_counter() - began
-        shares.append(1 - sum(inside) / whole_s)
+        shares.append(1 - inside["work"] / whole_s)
     return sorted(shares[1:])[rounds // 2]
-
-
-@contextmanager
-def _timed_inside(backbone: Backbone) -> Iterator[list[float]]:
-    """Seconds of each call of what counts as work, while the block lasts."""
-    seconds: list[float] = []
-    places: list[tuple[Any, str]] = [
-        (backbone, "hidden"),
-        (executor, "token_losses"),
-        (torch.autograd, "backward"),
-        (FlatAdamW, "step"),
-        (FlatAdamW, "gradient_norm"),
-    ]
-    kept = [getattr(owner, name) for owner, name in places]
-    for (owner, name), function in zip(places, kept, strict=True):
-        setattr(owner, name, _timing(function, seconds))
-    try:
-        yield seconds
-    finally:
-        for (owner, name), function in zip(places, kept, strict=True):
-            setattr(owner, name, function)
-
-
-def _timing(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def timed(*arguments: Any, **options: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return function(*arguments, **options)
-        finally:
-            seconds.append(time.perf_counter() - began)
-
-    return timed
 
 
 def times(backbone: Backbone, load: Load, rounds: int) -> dict[Policy, Timings]:

@@ -29,6 +29,7 @@ PEFT = "transformers + peft, task by task"
 PEFT_DEFAULT = "transformers + peft, default AdamW"
 FLOOR_FUSED = "floor, tasks fused"
 FLOOR_ALONE = "floor, task by task"
+FLOORS = {FUSED: FLOOR_FUSED, ALONE: FLOOR_ALONE}
 AGAINST_PEFT = "muxtune against transformers + peft"
 ROOFLINE = "share of the roofline, fused"
 
@@ -74,24 +75,21 @@ def race(
     *,
     warmup: int = 1,
     default_optimizer: bool = False,
+    one_by_one: bool = True,
 ) -> RaceResult:
-    """Run every step of the load on every side, the first `warmup` uncounted. `model` is the backbone's twin, plain."""
+    """Run every step of the load on every side, the first `warmup` uncounted. `model` is the backbone's twin, plain.
+
+    Without `one_by_one` our tasks run fused only, and so does their floor.
+    """
     init = initial_matrices(model, recipe)
-    fused = engine_side(backbone, load, recipe, init)
-    alone = engine_side(backbone, load, recipe, init, policy="sequential")
-    trainers: dict[str, Side] = {
-        FUSED: fused,
-        ALONE: alone,
-        PEFT: task_by_task(model, load, replace(recipe, optimizer="fused"), init),
-    }
+    ours = {FUSED: engine_side(backbone, load, recipe, init)}
+    if one_by_one:
+        ours[ALONE] = engine_side(backbone, load, recipe, init, policy="sequential")
+    trainers: dict[str, Side] = {**ours, PEFT: task_by_task(model, load, replace(recipe, optimizer="fused"), init)}
     if default_optimizer:
         trainers[PEFT_DEFAULT] = task_by_task(model, load, replace(recipe, optimizer="default"), init)
-    floors = {
-        FLOOR_FUSED: floor_side(fused, load, model, r=recipe.r),
-        FLOOR_ALONE: floor_side(alone, load, model, r=recipe.r),
-    }
     steps: dict[str, Step] = {name: side.step for name, side in trainers.items()}
-    steps |= {name: floor.step for name, floor in floors.items()}
+    steps |= {FLOORS[name]: floor_side(side, load, model, r=recipe.r).step for name, side in ours.items()}
     timings = interleave(steps, load.steps - warmup, warmup=warmup)
     counted = range(warmup, load.steps)
     tokens = tuple(load.real_tokens(step) for step in counted)
@@ -128,8 +126,10 @@ def _ratios(timings: Mapping[str, Timings]) -> dict[str, float]:
         ROOFLINE: (FLOOR_FUSED, FUSED),
         "share of the roofline, task by task": (FLOOR_ALONE, ALONE),
         "what fusing can give at most": (FLOOR_ALONE, FLOOR_FUSED),
+        "muxtune against transformers + peft with default AdamW": (PEFT_DEFAULT, FUSED),
     }
-    ratios = {name: ratio(timings[slow], timings[fast]) for name, (slow, fast) in named.items()}
-    if PEFT_DEFAULT in timings:
-        ratios["muxtune against transformers + peft with default AdamW"] = ratio(timings[PEFT_DEFAULT], timings[FUSED])
-    return ratios
+    return {
+        name: ratio(timings[slow], timings[fast])
+        for name, (slow, fast) in named.items()
+        if slow in timings and fast in timings
+    }

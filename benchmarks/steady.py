@@ -32,7 +32,7 @@ from muxtune.plan.memory import MemoryModel
 ROOT = Path(__file__).parents[1]
 STEPS = 20_000
 LOOKS = 40
-FLAT_BYTES = 4 * 2**20  # over all counted steps
+FLAT_BYTES = 2**20  # over all counted steps
 
 
 @dataclass(frozen=True, slots=True)

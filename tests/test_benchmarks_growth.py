@@ -48,7 +48,7 @@ def test_derived_figures_are_of_the_measured_ones() -> None:
         ({"attach": (AttachCost(1, 1, 0.01), AttachCost(32, 1, 0.06))}, "attaching"),
         ({"overheads": (Overhead("light", 0.1, 0.01, 0.01, 0.02),)}, "overhead above 3%"),
         ({"state_bytes": 60}, "1.5 times its state"),
-        ({"steady": Steady(100, (0, 2_000_000, 4_000_000, 6_000_000))}, "grows with steps"),
+        ({"steady": Steady(100, (0, 500_000, 1_000_000, 1_500_000))}, "grows with steps"),
     ],
 )
 def test_a_target_that_is_missed_is_said(change: dict[str, object], told: str) -> None:

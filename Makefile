@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup lint test test-full demo bench check-gpu clean
+.PHONY: setup lint test test-full demo bench bench-quick check-gpu clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,9 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.bench $(ARGS)
+
+bench-quick: $(STAMP)
+	$(BIN)/python -m benchmarks.quick $(ARGS)
 
 check-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.check_gpu $(ARGS)

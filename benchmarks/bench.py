@@ -1,23 +1,25 @@
 """`make bench`: tokens per second and memory on SmolLM2-135M, completion-only loss, against transformers + peft.
 
-    python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--part adapters] [--part chunks]
-                               [--part long] [--part planning] [--part policies] [--part prediction]
-                               [--part choices]
-                               [--tokens N] [--chunk N] [--tasks N] [--mixes N] [--seed N]
+    python -m benchmarks.bench [--part light] [--part medium] [--part non-uniform] [--part memory] [--part adapters]
+                               [--part chunks] [--part long] [--part planning] [--part policies]
+                               [--part prediction] [--part choices] [--part growth]
+                               [--tokens N] [--chunk N] [--tasks N] [--mixes N] [--seed N] [--steps N]
                                [--rounds N] [--threads N] [--layers N] [--model NAME]
                                [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
 
-*light*: 8 tasks, a micro-batch of one 16-token example each. *non-uniform*: 8 tasks with the lengths of real data sets,
-micro-batch 4. Both print the floor beside the sides (`race`, `floor`). *memory*: 1, 8 and 32 tasks, each stepped once
-(`memory`; host memory, so on the CPU only). *adapters*: what adapters add to a step, by type, number and rank, on the
-first four layers unless `--layers` says otherwise (`adapters`). *chunks*: packed rows against padded ones, and the
-executor's own time, on four layers, too (`chunks`). *long*: one example of `--tokens` in one pass and in chunks of
-`--chunk`, whose activations are computed twice or kept, on ten layers (`long`; on the CPU only). *planning*: what it
-takes, and what it gives up (`planning`). *policies*: four of them and transformers + peft on four kinds of load, for
-each of `--tasks`, on six layers (`policies`). *prediction*: of mixes drawn after the operator table is measured, what a
-step takes against what was predicted (`prediction`). *choices*: whether the policy called best for such a mix is, on
-six layers (`choices`). `--layers 2` is a quick look that says nothing about the whole model. The JSON that `--out`
-writes is described in `report`. Exits 1 where the sides' final losses disagree.
+*light*: 8 tasks, a micro-batch of one 16-token example each. *medium*: the same with 64 tokens. *non-uniform*: 8 tasks
+with the lengths of real data sets, micro-batch 4. All print the floor beside the sides, and what share of this roofline
+each reaches (`race`, `floor`). *memory*: 1, 8 and 32 tasks, each stepped once (`memory`; host memory, so on the CPU
+only). *adapters*: what adapters add to a step, by type, number and rank, on the first four layers unless `--layers`
+says otherwise (`adapters`). *chunks*: packed rows against padded ones, and the executor's own time, on four layers, too
+(`chunks`). *long*: one example of `--tokens` in one pass and in chunks of `--chunk`, whose activations are computed
+twice or kept, on ten layers (`long`; on the CPU only). *planning*: what it takes, and what it gives up (`planning`).
+*policies*: four of them and transformers + peft on four kinds of load, for each of `--tasks`, on six layers
+(`policies`). *prediction*: of mixes drawn after the operator table is measured, what a step takes against what was
+predicted (`prediction`). *choices*: whether the policy called best for such a mix is, on six layers (`choices`).
+*growth*: step time by tokens and by tasks, attaching, overhead, memory by tasks and over many steps (`growth`; on the
+CPU only). `--layers 2` is a quick look that says nothing about the whole model. The JSON that `--out` writes is
+described in `report`. Exits 1 where the sides' final losses disagree.
 
 About an hour on two quiet cores; anything else that runs meanwhile makes the figures worth less.
 """
@@ -35,13 +37,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import adapters, chunks, long, memory, policies, prediction
+from benchmarks import adapters, chunks, long, memory, policies, prediction, steady
 from benchmarks.adapters import AdapterCosts, adapter_costs
 from benchmarks.baselines import Recipe
 from benchmarks.choices import Choices, choices
 from benchmarks.chunks import ChunkCosts, chunk_costs
 from benchmarks.folders import MODEL, model_folder, plain_model
-from benchmarks.loads import light, non_uniform
+from benchmarks.growth import GrowthCosts, growth_costs
+from benchmarks.loads import light, medium, non_uniform
 from benchmarks.long import LongCosts, long_costs
 from benchmarks.machine import describe
 from benchmarks.planning import planning_costs
@@ -53,6 +56,7 @@ from benchmarks.report import (
     show_adapters,
     show_choices,
     show_chunks,
+    show_growth,
     show_long,
     show_machine,
     show_memory,
@@ -68,6 +72,7 @@ from muxtune.models.sources import ModelFolder
 
 PARTS = (
     "light",
+    "medium",
     "non-uniform",
     "memory",
     "adapters",
@@ -77,20 +82,32 @@ PARTS = (
     "policies",
     "prediction",
     "choices",
+    "growth",
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = "benchmarks.sides:muxtune_tasks"
 MEMORY_TASKS = (1, 8, 32)
+LOADS = {"light": light, "medium": medium, "non-uniform": non_uniform}
 WARMUP = 1
 # A light step takes a tenth of a non-uniform one and is the noisier for it.
-ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3, "chunks": 5, "policies": 5, "prediction": 5, "choices": 3}
+ROUNDS = {
+    "light": 11,
+    "medium": 7,
+    "non-uniform": 5,
+    "adapters": 3,
+    "chunks": 5,
+    "policies": 5,
+    "prediction": 5,
+    "choices": 3,
+    "growth": 3,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What was asked for. `layers` and `rounds` None: the whole model, or what each part takes of it, and `ROUNDS`.
     `tokens` and `chunk` are those of the long example, `tasks` the numbers of them in the race of policies, `mixes` and
-    `seed` of what is predicted."""
+    `seed` of what is predicted, `steps` are the tiny ones of growth."""
 
     model: str = MODEL
     parts: tuple[str, ...] = PARTS
@@ -103,6 +120,7 @@ class Settings:
     tasks: tuple[int, ...] = policies.TASKS
     mixes: int = prediction.MIXES
     seed: int = 0
+    steps: int = steady.STEPS
 
 
 def run_race(folder: ModelFolder, part: str, settings: Settings) -> RaceResult:
@@ -111,7 +129,7 @@ def run_race(folder: ModelFolder, part: str, settings: Settings) -> RaceResult:
     backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
     model = plain_model(folder, dtype).to(device)
     steps = WARMUP + (settings.rounds or ROUNDS[part])
-    load = (light if part == "light" else non_uniform)(steps, vocab=backbone.vocabulary)
+    load = LOADS[part](steps, vocab=backbone.vocabulary)
     return race(load, backbone, model, Recipe(), warmup=WARMUP, default_optimizer=part == "light")
 
 
@@ -167,6 +185,14 @@ def run_choices(settings: Settings, console: Console) -> Choices:
         return choices(backbone, measure(backbone), **drawn, **told)
 
 
+def run_growth(folder: ModelFolder, settings: Settings) -> GrowthCosts:
+    """Of the whole model: what an adapter costs goes with its layers."""
+    backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+    table = measure(backbone)
+    rounds = settings.rounds or ROUNDS["growth"]
+    return growth_costs(backbone, folder.path, lambda: table, rounds=rounds, steps=settings.steps)
+
+
 def run_memory(folder: ModelFolder) -> Iterator[Layout]:
     """One process of ours, as many of transformers + peft as there are tasks, and one with its multi-adapter API."""
     for tasks in MEMORY_TASKS:
@@ -194,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tuple(options.tasks or policies.TASKS),
         options.mixes,
         options.seed,
+        options.steps,
     )
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -233,6 +260,9 @@ def _measure(part: str, folder: ModelFolder, settings: Settings, found: Findings
     elif part == "choices":
         found.choices = run_choices(settings, console)
         show_choices(console, found.choices)
+    elif part == "growth":
+        found.growth = run_growth(folder, settings)
+        show_growth(console, found.growth)
     elif part == "long":
         found.long = run_long(settings)
         show_long(console, found.long)
@@ -252,6 +282,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", type=int, action="append", help=f"of the policies, again for more; {policies.TASKS}")
     parser.add_argument("--mixes", type=int, default=prediction.MIXES, help="of the prediction")
     parser.add_argument("--seed", type=int, default=0, help="of the prediction")
+    parser.add_argument("--steps", type=int, default=steady.STEPS, help="tiny ones, of growth")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)

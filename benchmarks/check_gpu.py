@@ -14,22 +14,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import bench, folders, memory
+from benchmarks.folders import tiny_folder
 from benchmarks.machine import describe
 from benchmarks.numerics import Check, Subject, checks
 from benchmarks.report import show_machine
-from muxtune.models.loading import reading
-from muxtune.models.sources import ModelFolder, resolve
 
 NO_DEVICE = 3
 LAYERS = 2
@@ -52,28 +47,6 @@ def _show(console: Console, check: Check) -> None:
     console.print(
         f"  {'ok  ' if check.passed else 'FAIL'} {check.name}: {check.detail}", highlight=False, soft_wrap=True
     )
-
-
-@contextmanager
-def tiny_folder() -> Iterator[ModelFolder]:
-    """Widths that are no powers of two, more heads than key/value heads, and positions for the longest example."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=96,
-        intermediate_size=208,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        initializer_range=0.1,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        model = LlamaForCausalLM(config)
-        with reading("the tiny model", Path(folder)):
-            model.save_pretrained(folder)
-        yield resolve(folder)
 
 
 _FOLDERS = {

@@ -10,26 +10,19 @@ the head and their backward pass nor in the optimizers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from benchmarks.baselines import Recipe
 from benchmarks.loads import NON_UNIFORM, Load, light, non_uniform
+from benchmarks.rows import ineffective
+from benchmarks.sections import timed, work_of
 from benchmarks.sides import EngineSide, engine_side
 from benchmarks.timing import Timings, interleave, ratio
-from muxtune.engine import executor
-from muxtune.engine.optim import FlatAdamW
 from muxtune.models.backbone import Backbone
-from muxtune.plan.types import MicroBatch
 from muxtune.spec.policy import Policy
 
 POLICIES: tuple[Policy, ...] = ("fuse-all", "sequential", "padded")
 PADDED_TO = {"sst2": 64, "openbookqa": 128, "rte": 256}
-ROW_MULTIPLE = 16
 LAYERS = 4
 COUNTED_STEPS = 16  # whose rows are counted
 
@@ -59,25 +52,15 @@ def chunk_costs(backbone: Backbone, rounds: int, load: Load | None = None) -> Ch
     measured = times(backbone, load, rounds)
     packed = measured[POLICIES[0]]
     policies = tuple(
-        PolicyCost(policy, ineffective(backbone, load, policy), timing.seconds, ratio(timing, packed))
+        PolicyCost(policy, wasted(backbone, load, policy), timing.seconds, ratio(timing, packed))
         for policy, timing in measured.items()
     )
     return ChunkCosts(policies, padded_as_published(load), overhead(backbone, rounds))
 
 
-def ineffective(backbone: Backbone, load: Load, policy: Policy) -> float:
-    """The part of all rows of all steps that is no token. Nothing is run."""
-    side = engine_side(backbone, load, Recipe(), policy=policy)
-    rows = tokens = 0
-    for step in range(load.steps):
-        for task in side.tasks:
-            task.step = step
-        for action in side.engine.schedule([task.participant() for task in side.tasks]).actions:
-            if isinstance(action, MicroBatch):
-                lengths = [max(ref.length, action.width) for item in action.items for ref in item.sequences]
-                rows += sum(lengths) + -sum(lengths) % ROW_MULTIPLE
-                tokens += action.tokens
-    return 1 - tokens / rows
+def wasted(backbone: Backbone, load: Load, policy: Policy) -> float:
+    """The part of all rows of all steps under a policy that is no token. Nothing is run."""
+    return ineffective(engine_side(backbone, load, Recipe(), policy=policy), load)
 
 
 def padded_as_published(load: Load) -> float:
@@ -96,44 +79,12 @@ def overhead(backbone: Backbone, rounds: int) -> float:
     side = engine_side(backbone, load, Recipe())
     shares = []
     for step in range(rounds + 1):
-        with _timed_inside(backbone) as inside:
+        with timed({"work": work_of(backbone)}) as inside:
             began = time.perf_counter()
             side.step(step)
             whole_s = time.perf_counter() - began
-        shares.append(1 - sum(inside) / whole_s)
+        shares.append(1 - inside["work"] / whole_s)
     return sorted(shares[1:])[rounds // 2]
-
-
-@contextmanager
-def _timed_inside(backbone: Backbone) -> Iterator[list[float]]:
-    """Seconds of each call of what counts as work, while the block lasts."""
-    seconds: list[float] = []
-    places: list[tuple[Any, str]] = [
-        (backbone, "hidden"),
-        (executor, "token_losses"),
-        (torch.autograd, "backward"),
-        (FlatAdamW, "step"),
-        (FlatAdamW, "gradient_norm"),
-    ]
-    kept = [getattr(owner, name) for owner, name in places]
-    for (owner, name), function in zip(places, kept, strict=True):
-        setattr(owner, name, _timing(function, seconds))
-    try:
-        yield seconds
-    finally:
-        for (owner, name), function in zip(places, kept, strict=True):
-            setattr(owner, name, function)
-
-
-def _timing(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def timed(*arguments: Any, **options: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return function(*arguments, **options)
-        finally:
-            seconds.append(time.perf_counter() - began)
-
-    return timed
 
 
 def times(backbone: Backbone, load: Load, rounds: int) -> dict[Policy, Timings]:

@@ -1,9 +1,9 @@
 """The loads of the benchmark: which tasks train on which sequences at each step.
 
-The main two: *light*, where a micro-batch is far too small to fill the machine and fusing should pay, and
-*non-uniform*, where lengths differ between tasks and examples and most of the gain is padding not computed. Lengths
-are those of real data (`benchmarks.lengths`); token ids are random, since the cost does not depend on them. Only
-completions are trained.
+The main three: *light*, where a micro-batch is far too small to fill the machine and fusing should pay; *medium*, where
+it is a quarter of what does; and *non-uniform*, where lengths differ between tasks and examples and most of the gain is
+padding not computed. Lengths are those of real data (`benchmarks.lengths`); token ids are random, since the cost does
+not depend on them. Only completions are trained.
 """
 
 from __future__ import annotations
@@ -46,10 +46,17 @@ class Load:
         return padded / sum(self.real_tokens(step) for step in range(self.steps))
 
 
-def light(steps: int, *, vocab: int, tasks: int = 8, tokens: int = 16) -> Load:
-    """Each task's micro-batch is one example, half prompt and half completion."""
-    length = Length(prompt=tokens // 2, completion=tokens - tokens // 2)
-    return Load("light", tuple(_batches([length] * steps, 1, seed, vocab) for seed in range(tasks)))
+def light(
+    steps: int, *, vocab: int, tasks: int = 8, tokens: int = 16, micro_batch: int = 1, name: str = "light"
+) -> Load:
+    """Each task's micro-batch is one example, or more of the same length, half prompt and half completion."""
+    lengths = [Length(prompt=tokens // 2, completion=tokens - tokens // 2)] * (steps * micro_batch)
+    return Load(name, tuple(_batches(lengths, micro_batch, seed, vocab) for seed in range(tasks)))
+
+
+def medium(steps: int, *, vocab: int) -> Load:
+    """Eight tasks, each with one example of 64 tokens."""
+    return light(steps, vocab=vocab, tokens=64, name="medium")
 
 
 def non_uniform(

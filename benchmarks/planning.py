@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.made_up import partitions, table
 from muxtune.plan.cost import CostModel
 from muxtune.plan.fusion import HTASK_S, fuse_optimally
 from muxtune.plan.loads import ChunkLoad, Span, TaskLoad, passes
 from muxtune.plan.memory import MemoryModel
-from muxtune.plan.profile import Curve, Directions, OperatorTable
+from muxtune.plan.profile import OperatorTable
 
 KNEES = (32, 256, 4096)
 BOUNDS = (None, 512)
@@ -51,7 +52,7 @@ def planning_costs() -> PlanningCosts:
 
 def _planned_s(tasks: int, stages: int) -> float:
     loads = _loads(np.random.default_rng(tasks), tasks)
-    cost, took = CostModel(made_up(256)), []
+    cost, took = CostModel(_device(256)), []
     for _ in range(REPEATS):
         began = time.perf_counter()
         fuse_optimally(loads, cost, MemoryModel(), stages=stages)
@@ -61,14 +62,19 @@ def _planned_s(tasks: int, stages: int) -> float:
 
 def _gaps() -> Iterator[float]:
     for knee in KNEES:
-        cost = CostModel(made_up(knee))
+        cost = CostModel(_device(knee))
         for seed in range(DRAWN):
             rng = np.random.default_rng([knee, seed])
             loads = _loads(rng, int(rng.integers(2, MOST_TASKS + 1)))
             for bound in BOUNDS:
                 most = None if bound is None else max(bound, *(load.peak_rows for load in loads))
                 planned = fuse_optimally(loads, cost, MemoryModel(), most_rows=most).value_s
-                yield planned / min(_value_s(one, cost) for one in all_partitions(loads) if _fits(one, most)) - 1
+                yield planned / min(_value_s(one, cost) for one in partitions(loads) if _fits(one, most)) - 1
+
+
+def _device(knee: int) -> OperatorTable:
+    """Entering a pass takes as long as a tenth of a layer."""
+    return table(knee, entry_s=1e-4)
 
 
 def _fits(partition: Sequence[Sequence[TaskLoad]], most: int | None) -> bool:
@@ -84,17 +90,6 @@ def _value_s(partition: Sequence[Sequence[TaskLoad]], cost: CostModel) -> float:
     )
 
 
-def all_partitions(tasks: Sequence[TaskLoad]) -> Iterator[list[list[TaskLoad]]]:
-    """Every partition there is."""
-    if not tasks:
-        yield []
-        return
-    for rest in all_partitions(tasks[1:]):
-        yield [[tasks[0]], *rest]
-        for place in range(len(rest)):
-            yield [*rest[:place], [tasks[0], *rest[place]], *rest[place + 1 :]]
-
-
 def _loads(rng: np.random.Generator, tasks: int) -> list[TaskLoad]:
     """Tasks of one to three chunks of up to 400 rows."""
     made = []
@@ -103,24 +98,3 @@ def _loads(rng: np.random.Generator, tasks: int) -> list[TaskLoad]:
         chunks = tuple(ChunkLoad((Span(count, count),), count // 2) for count in rows)
         made.append(TaskLoad(f"task-{place}", chunks, parameters=1000))
     return made
-
-
-def made_up(knee: int) -> OperatorTable:
-    """A device that `knee` rows of a layer fill: a millisecond up to there, and in proportion above."""
-    base = Curve((16.0, float(knee), 2.0 * knee), (1e-3, 1e-3, 2e-3))
-    by_row, entry = Curve((1.0, 2.0), (1e-7, 2e-7)), Curve((1.0, 2.0), (1e-4, 1e-4))
-    part = Directions(by_row, by_row)
-    return OperatorTable(
-        model="made-up",
-        device="made-up",
-        dtype="float32",
-        threads=1,
-        layers=4,
-        row_bytes=256,
-        entry=entry,
-        layer={1: Directions(base, base)},
-        attention=part,
-        head=part,
-        adapters={},
-        optimizer=by_row,
-    )

@@ -6,9 +6,9 @@ round runs step r of every side, in turning order; ratios are paired, and given 
 median with at least 95 % (order statistics). `padded in one batch` is `padded` without a bound on the rows of a pass,
 every task padded to the longest of all: what SL-PEFT and mLoRA do. transformers + peft runs task by task.
 
-Beside the times: what the planner took, what it predicted, what part of the rows was no token. The ablations of the
-paper are among the sides: without fusion is `sequential`, without alignment `padded`; on one device there is no
-communication to orchestrate.
+Beside the times: what part of it the floor takes in muxtune's own passes (the roofline, `floor`), what the planner
+took, what it predicted, what part of the rows was no token. The ablations of the paper are among the sides: without
+fusion is `sequential`, without alignment `padded`; on one device there is no communication to orchestrate.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from benchmarks.baselines import Recipe, initial_matrices, task_by_task
+from benchmarks.floor import floor_side
 from benchmarks.loads import NON_UNIFORM, Load, light, non_uniform, uniform
+from benchmarks.rows import ineffective
 from benchmarks.sides import EngineSide, engine_side
 from benchmarks.timing import Step, Timings, interleave
 from muxtune.engine.planning import Planning
 from muxtune.models.backbone import Backbone
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.profile import OperatorTable
-from muxtune.plan.types import MicroBatch, RoundSchedule
 from muxtune.spec.policy import Policy
 
 POLICIES: tuple[Policy, ...] = ("muxtune", "fuse-all", "sequential", "padded")
 ONE_BATCH = "padded, in one batch"
 PEFT = "transformers + peft, task by task"
+FLOOR = "floor, in muxtune's passes"
 KINDS = ("light uniform", "light non-uniform", "heavy uniform", "heavy non-uniform")
 TASKS = (8, 16, 32)
 LAYERS = 6  # of the whole model's, so that an evening is enough
-ROW_MULTIPLE = 16
 UNBOUNDED = 10**9
 ONE_BATCH_TOKENS = 4000  # of a step, above which a batch of all tasks takes too much memory
 
@@ -66,6 +67,11 @@ class PolicyRace:
     htasks: int
     predicted_s: float
     planned_s: float
+
+    @property
+    def roofline(self) -> float | None:
+        """The share of it that muxtune reaches."""
+        return next((side.slower for side in self.sides if side.side == FLOOR), None)
 
     @property
     def error(self) -> float:
@@ -99,13 +105,14 @@ def policy_race(
     *,
     rounds: int,
 ) -> PolicyRace:
-    """Race the policies - and transformers + peft, where its `model` is given - on one load."""
+    """Race the policies - and transformers + peft and the floor, where its `model` is given - on one load."""
     load, recipe = load_of_kind(kind, tasks, rounds + 1, vocab=backbone.vocabulary), Recipe()
     ours: dict[str, EngineSide] = {policy: _side(backbone, load, recipe, policy, table) for policy in POLICIES}
     if load.real_tokens(0) <= ONE_BATCH_TOKENS:
         ours[ONE_BATCH] = engine_side(backbone, load, recipe, policy="padded", fuse_tokens=UNBOUNDED)
     steps: dict[str, Step] = {name: side.step for name, side in ours.items()}
     if model is not None:
+        steps[FLOOR] = floor_side(ours["muxtune"], load, model, r=recipe.r).step
         steps[PEFT] = task_by_task(model, load, recipe, initial_matrices(model, recipe)).step
     wasted = {name: ineffective(side, load) for name, side in ours.items()}
     timings = interleave(steps, rounds)
@@ -128,29 +135,6 @@ def _side(
 ) -> EngineSide:
     planning = Planning(table, MemoryModel(), backbone.places) if policy == "muxtune" else None
     return engine_side(backbone, load, recipe, policy=policy, planning=planning)
-
-
-def ineffective(side: EngineSide, load: Load) -> float:
-    """The part of all rows of all steps that is no token. Nothing is run."""
-    rows = tokens = 0
-    for step in range(load.steps):
-        for task in side.tasks:
-            task.step = step
-        schedule = side.engine.schedule([task.participant() for task in side.tasks])
-        rows += _rows(schedule)
-        tokens += sum(action.tokens for action in schedule.actions if isinstance(action, MicroBatch))
-    for task in side.tasks:
-        task.step = 0
-    return 1 - tokens / rows
-
-
-def _rows(schedule: RoundSchedule) -> int:
-    found = 0
-    for action in schedule.actions:
-        if isinstance(action, MicroBatch):
-            rows = sum(max(ref.length, action.width) for item in action.items for ref in item.sequences)
-            found += rows + -rows % ROW_MULTIPLE
-    return found
 
 
 def _result(name: str, timing: Timings, fastest: Timings, tokens: Sequence[int], wasted: float | None) -> PolicyResult:

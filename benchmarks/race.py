@@ -2,8 +2,9 @@
 
 Four sides train: ours fused and ours task by task (`sides`), transformers + peft task by task with the same fused AdamW
 and - on the light load, where it shows - with torch's default one, as most would write it (`baselines`). Two more do
-only what cannot be left out (`floor`). All start from the same matrices and see the same sequences, so their losses in
-the last round must agree; where they do not, the figures compare different work and are worth nothing.
+only what cannot be left out (`floor`), in the passes of the one and of the other of ours: the roofline. All start from
+the same matrices and see the same sequences, so their losses in the last round must agree; where they do not, the
+figures compare different work and are worth nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.baselines import Recipe, Side, initial_matrices, task_by_task
-from benchmarks.floor import FloorSide
+from benchmarks.floor import floor_side
 from benchmarks.loads import Load
 from benchmarks.sides import engine_side
 from benchmarks.timing import Step, Timings, interleave, ratio
@@ -28,6 +29,9 @@ PEFT = "transformers + peft, task by task"
 PEFT_DEFAULT = "transformers + peft, default AdamW"
 FLOOR_FUSED = "floor, tasks fused"
 FLOOR_ALONE = "floor, task by task"
+FLOORS = {FUSED: FLOOR_FUSED, ALONE: FLOOR_ALONE}
+AGAINST_PEFT = "muxtune against transformers + peft"
+ROOFLINE = "share of the roofline, fused"
 
 # Relative difference of losses in the last round. Six steps move the loss by 0.3-3 %, so one step missed would show.
 LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-3}
@@ -71,22 +75,21 @@ def race(
     *,
     warmup: int = 1,
     default_optimizer: bool = False,
+    one_by_one: bool = True,
 ) -> RaceResult:
-    """Run every step of the load on every side, the first `warmup` uncounted. `model` is the backbone's twin, plain."""
+    """Run every step of the load on every side, the first `warmup` uncounted. `model` is the backbone's twin, plain.
+
+    Without `one_by_one` our tasks run fused only, and so does their floor.
+    """
     init = initial_matrices(model, recipe)
-    trainers: dict[str, Side] = {
-        FUSED: engine_side(backbone, load, recipe, init),
-        ALONE: engine_side(backbone, load, recipe, init, policy="sequential"),
-        PEFT: task_by_task(model, load, replace(recipe, optimizer="fused"), init),
-    }
+    ours = {FUSED: engine_side(backbone, load, recipe, init)}
+    if one_by_one:
+        ours[ALONE] = engine_side(backbone, load, recipe, init, policy="sequential")
+    trainers: dict[str, Side] = {**ours, PEFT: task_by_task(model, load, replace(recipe, optimizer="fused"), init)}
     if default_optimizer:
         trainers[PEFT_DEFAULT] = task_by_task(model, load, replace(recipe, optimizer="default"), init)
-    floors = {
-        FLOOR_FUSED: FloorSide(load, model, r=recipe.r, fused=True),
-        FLOOR_ALONE: FloorSide(load, model, r=recipe.r, fused=False),
-    }
     steps: dict[str, Step] = {name: side.step for name, side in trainers.items()}
-    steps |= {name: floor.step for name, floor in floors.items()}
+    steps |= {FLOORS[name]: floor_side(side, load, model, r=recipe.r).step for name, side in ours.items()}
     timings = interleave(steps, load.steps - warmup, warmup=warmup)
     counted = range(warmup, load.steps)
     tokens = tuple(load.real_tokens(step) for step in counted)
@@ -117,14 +120,16 @@ def _side(timing: Timings, tokens: Sequence[int], losses: tuple[float, ...]) -> 
 def _ratios(timings: Mapping[str, Timings]) -> dict[str, float]:
     """What the reader wants to know, each as a median over rounds."""
     named = {
-        "muxtune against transformers + peft": (PEFT, FUSED),
+        AGAINST_PEFT: (PEFT, FUSED),
         "of which work not done": (PEFT, ALONE),
         "of which fusing": (ALONE, FUSED),
-        "share of the floor, fused": (FLOOR_FUSED, FUSED),
-        "share of the floor, task by task": (FLOOR_ALONE, ALONE),
+        ROOFLINE: (FLOOR_FUSED, FUSED),
+        "share of the roofline, task by task": (FLOOR_ALONE, ALONE),
         "what fusing can give at most": (FLOOR_ALONE, FLOOR_FUSED),
+        "muxtune against transformers + peft with default AdamW": (PEFT_DEFAULT, FUSED),
     }
-    ratios = {name: ratio(timings[slow], timings[fast]) for name, (slow, fast) in named.items()}
-    if PEFT_DEFAULT in timings:
-        ratios["muxtune against transformers + peft with default AdamW"] = ratio(timings[PEFT_DEFAULT], timings[FUSED])
-    return ratios
+    return {
+        name: ratio(timings[slow], timings[fast])
+        for name, (slow, fast) in named.items()
+        if slow in timings and fast in timings
+    }

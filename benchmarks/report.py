@@ -16,9 +16,10 @@ The JSON file (`schema` 1):
      "chunks":   {...} or null,            benchmarks.chunks.ChunkCosts
      "long":     {...} or null,            benchmarks.long.LongCosts, with "agrees"
      "planning": {...} or null,            benchmarks.planning.PlanningCosts
-     "policies": [{...}, ...],             benchmarks.policies.PolicyRace
+     "policies": [{...}, ...],             benchmarks.policies.PolicyRace, with "roofline"
      "predictions": {...} or null,         benchmarks.prediction.Report
-     "choices":  {...} or null}            benchmarks.choices.Choices
+     "choices":  {...} or null,            benchmarks.choices.Choices
+     "growth":   {...} or null}            benchmarks.growth.GrowthCosts, with "nonlinear", "added" and "missed"
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from rich.table import Table
 from benchmarks.adapters import AdapterCosts
 from benchmarks.choices import Choices
 from benchmarks.chunks import ChunkCosts
+from benchmarks.growth import GrowthCosts
 from benchmarks.long import LongCosts, Side
 from benchmarks.machine import Machine
 from benchmarks.memory import Memory
 from benchmarks.planning import PlanningCosts
 from benchmarks.policies import PolicyRace
 from benchmarks.prediction import Report
-from benchmarks.race import PEFT, RaceResult
+from benchmarks.race import FLOOR_FUSED, PEFT, RaceResult
 from benchmarks.timing import Timings, ratio
 
 SCHEMA = 1
@@ -69,6 +71,7 @@ class Findings:
     policies: list[PolicyRace] = field(default_factory=list)
     predictions: Report | None = None
     choices: Choices | None = None
+    growth: GrowthCosts | None = None
 
     @property
     def agree(self) -> bool:
@@ -93,13 +96,14 @@ def show_race(console: Console, result: RaceResult) -> None:
     """Sides, then ratios, then whether all trained the same."""
     table = Table(title=_title(result), title_justify="left")
     table.add_column("side")
-    for name in ("tokens/s", "s a step", "spread", "x peft"):
+    for name in ("tokens/s", "s a step", "spread", "x peft", "of roofline"):
         table.add_column(name, justify="right")
-    yardstick = Timings(result.sides[PEFT].seconds)
+    yardstick, floor = Timings(result.sides[PEFT].seconds), Timings(result.sides[FLOOR_FUSED].seconds)
     for name, side in result.sides.items():
-        times = ratio(yardstick, Timings(side.seconds))
+        own = Timings(side.seconds)
+        times, share = f"{ratio(yardstick, own):.2f}", f"{ratio(floor, own):.0%}"
         speed, seconds, spread = f"{side.tokens_per_s:.1f}", f"{side.median_s:.3f}", f"{side.spread:.0%}"
-        table.add_row(name, speed, seconds, spread, f"{times:.2f}")
+        table.add_row(name, speed, seconds, spread, times, share)
     console.print(table)
     for name, value in result.ratios.items():
         console.print(f"  {name}: {value:.0%}" if "share" in name else f"  {name}: {value:.2f}x", highlight=False)
@@ -212,6 +216,8 @@ def show_policies(console: Console, race: PolicyRace) -> None:
         figures = (f"{side.tokens_per_s:.0f}", f"{side.median_s:.3f}", f"{side.slower:.2f}", f"{low:.2f}-{high:.2f}")
         table.add_row(side.side, *figures, wasted)
     console.print(table)
+    if race.roofline is not None:
+        console.print(f"  muxtune's share of the roofline: {race.roofline:.0%}", highlight=False)
     console.print(
         f"  predicted {race.predicted_s:.3f} s ({race.error:+.0%}), planned in {1000 * race.planned_s:.1f} ms",
         highlight=False,
@@ -236,6 +242,38 @@ def show_choices(console: Console, choices: Choices) -> None:
         console.print(f"a task alone by its chunk length, predicted, over 512: {budgets}", highlight=False)
 
 
+def show_growth(console: Console, costs: GrowthCosts) -> None:
+    """One line a figure, and the targets that are missed."""
+    by_tokens = ", ".join(f"{one.tokens}: {one.step_s:.2f} s" for one in costs.tokens)
+    by_tasks = ", ".join(f"{one.tasks}: {one.step_s:.2f} s ({one.times_one:.2f}x)" for one in costs.tasks)
+    shares = (
+        f"{one.load} {one.planning:.1%} planning, {one.data:.1%} data, {one.bookkeeping:.1%} bookkeeping "
+        f"of {one.step_s:.2f} s"
+        for one in costs.overheads
+    )
+    attach = ", ".join(
+        f"{1000 * one.attach_s:.0f} ms with {one.attached} attached"
+        + f" and {one.examples} examples" * (one.examples > 1)
+        for one in costs.attach
+    )
+    memory = ", ".join(f"{one.tasks}: {one.memory.pss_bytes / 1e9:.2f} GB" for one in costs.memory)
+    steady = f"{costs.steady.growth_bytes / 1e6:+.1f} MB from step {costs.steady.steps // 4} to {costs.steady.steps}"
+    told = (
+        f"a round by its tokens: {by_tokens}; at most {costs.nonlinear:.1%} off the line",
+        f"the same tokens of so many tasks: {by_tasks}",
+        f"attaching: {attach}",
+        f"overhead: {'; '.join(shares)}",
+        f"memory by tasks (PSS): {memory}; one adds {costs.added:.2f} times its state",
+        f"memory over tiny steps: {steady}",
+    )
+    for line in (*told, *(f"MISSED: {one}" for one in costs.missed)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _growth(costs: GrowthCosts) -> dict[str, object]:
+    return asdict(costs) | {"nonlinear": costs.nonlinear, "added": costs.added, "missed": costs.missed}
+
+
 def write_json(path: Path, machine: Machine, settings: object, found: Findings) -> None:
     """Write the file described above; its folder is made where it is not there."""
     document = {
@@ -248,9 +286,10 @@ def write_json(path: Path, machine: Machine, settings: object, found: Findings) 
         "chunks": asdict(found.chunks) if found.chunks is not None else None,
         "long": asdict(found.long) | {"agrees": found.long.agrees} if found.long is not None else None,
         "planning": asdict(found.planning) if found.planning is not None else None,
-        "policies": [asdict(race) for race in found.policies],
+        "policies": [asdict(race) | {"roofline": race.roofline} for race in found.policies],
         "predictions": asdict(found.predictions) if found.predictions is not None else None,
         "choices": asdict(found.choices) if found.choices is not None else None,
+        "growth": _growth(found.growth) if found.growth is not None else None,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

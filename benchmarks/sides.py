@@ -64,7 +64,7 @@ def engine_side(
     tasks = []
     for number, batches in enumerate(load.tasks):
         sequences = tuple(sequence for batch in batches for sequence in batch)
-        task = engine.attach(_job(f"task{number}", recipe, len(batches[0]), dropout), Sequences(sequences))
+        task = engine.attach(job_of(f"task{number}", recipe, len(batches[0]), dropout), Sequences(sequences))
         if init is not None:
             task.adapter.load_pairs(init)
         tasks.append(task)
@@ -79,7 +79,7 @@ def muxtune_tasks(folder: Path, tasks: int) -> EngineSide:
     return side
 
 
-def _job(name: str, recipe: Recipe, micro_batch: int, dropout: float) -> JobSpec:
+def job_of(name: str, recipe: Recipe, micro_batch: int = 1, dropout: float = 0.0) -> JobSpec:
     """The recipe as a job. Sequences come ready-made, so the data set it names is never read."""
     return JobSpec(
         name=name,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -16,20 +18,22 @@ from benchmarks import baselines, bench, check_gpu, memory, numerics, race
 from benchmarks.adapters import adapter_costs
 from benchmarks.baselines import Recipe
 from benchmarks.chunks import ChunkCosts
-from benchmarks.floor import FloorSide, GemmPass, Rows
+from benchmarks.floor import GemmPass, Rows, floor_side, needed, passes_of
 from benchmarks.lengths import DATA_SETS, EXAMPLES, measure, stored_lengths
-from benchmarks.loads import light, non_uniform
+from benchmarks.loads import light, medium, non_uniform
 from benchmarks.report import show_adapters
 from benchmarks.sides import EngineSide, engine_side, muxtune_tasks
 from benchmarks.timing import Timings, interleave, ratio
+from muxtune.data.types import TokenSequence
 from muxtune.models.attach import LinearOp
-from muxtune.plan.types import MicroBatch
+from muxtune.plan.types import LossSpec, MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem
 from tests.contenders import HELD_BYTES
 from tests.engine.build import backbone_of
 from tests.reference import LoraPair, ReferenceTask, train_reference
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import VOCAB
 
+OURS = ("fuse-all", "sequential")
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -40,6 +44,14 @@ def test_light_is_one_example_of_16_tokens_a_task() -> None:
     assert load.padding() == 1.0
     assert load.real_tokens(0) == 8 * 16
     assert load.trained_tokens(0) == 8 * 8
+
+
+def test_medium_is_one_example_of_64_tokens_a_task() -> None:
+    load = medium(2, vocab=VOCAB)
+    assert (load.name, len(load.tasks), load.steps) == ("medium", 8, 2)
+    assert load.real_tokens(1) == 8 * 64 and load.trained_tokens(1) == 8 * 32
+    batch = light(3, vocab=VOCAB, tasks=1, tokens=10, micro_batch=4).tasks[0][2]
+    assert [len(sequence) for sequence in batch] == [10] * 4 and batch[3].index == 11
 
 
 def test_non_uniform_has_the_lengths_of_its_data_sets() -> None:
@@ -133,60 +145,109 @@ def test_ratio_pairs_the_rounds() -> None:
     assert 0.015 < slept["slow"].median_s < 0.2
 
 
-def test_the_floor_runs_the_products_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def _multiply_adds(out: tuple[int, ...], inner: int) -> int:
+    return math.prod(out) * inner
+
+
+@pytest.mark.parametrize("tokens", [(16, 32), (16, 16)], ids=["one by one", "batched"])
+def test_the_floor_runs_the_products_of_a_pass(monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...]) -> None:
     """Counted against the arithmetic: multiply-adds of backbone, adapters and head."""
-    model, rows = tiny_model("llama"), Rows((16, 32), trained=5)
+    model, rows = tiny_model("llama"), Rows(tokens, trained=5)
     done = 0
-    mm, addmm_ = torch.mm, torch.Tensor.addmm_
+    mm, bmm, baddbmm_ = torch.mm, torch.bmm, torch.Tensor.baddbmm_
 
-    def counted_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    def counted(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+            nonlocal done
+            done += _multiply_adds(out.shape, a.shape[-1])
+            return product(a, b, out=out)
+
+        return run
+
+    def counted_baddbmm_(self: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         nonlocal done
-        done += a.shape[0] * a.shape[1] * b.shape[1]
-        return mm(a, b, out=out)
+        done += _multiply_adds(self.shape, a.shape[-1])
+        return baddbmm_(self, a, b)
 
-    def counted_addmm_(self: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        nonlocal done
-        done += a.shape[0] * a.shape[1] * b.shape[1]
-        return addmm_(self, a, b)
-
-    passes = GemmPass(model, r=4)
-    monkeypatch.setattr(torch, "mm", counted_mm)
-    monkeypatch.setattr(torch.Tensor, "addmm_", counted_addmm_)
+    passes = GemmPass(model, r=4, tasks=2)
+    monkeypatch.setattr(torch, "mm", counted(mm))
+    monkeypatch.setattr(torch, "bmm", counted(bmm))
+    monkeypatch.setattr(torch.Tensor, "baddbmm_", counted_baddbmm_)
     passes.run(rows)
     linears = {name: m.weight.shape for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     head = linears.pop("lm_head")
-    expected = 2 * 5 * head[0] * head[1]
+    expected = 2 * 16 * head[0] * head[1]  # five rows, filled up
+    total = sum(tokens)
     for name, (outputs, inputs) in linears.items():
         first = name.startswith("model.layers.0.self_attn") and "o_proj" not in name
-        expected += 48 * outputs * inputs * (1 if first else 2)
-        expected += 48 * 4 * (3 * outputs + 2 * inputs + (0 if first else inputs))
+        expected += total * outputs * inputs * (1 if first else 2)
+        expected += total * 4 * (3 * outputs + 2 * inputs + (0 if first else inputs))
     assert done == expected
     assert passes.adapter_parameters == sum(4 * sum(shape) for shape in linears.values())
 
 
-def test_the_floor_has_the_rows_of_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, load = tiny_model("llama"), non_uniform(2, vocab=VOCAB)
-    ran: list[Rows] = []
-    monkeypatch.setattr(GemmPass, "run", lambda self, rows: ran.append(rows))
-    together, alone = (FloorSide(load, model, r=8, fused=fused) for fused in (True, False))
-    ran.clear()
-    together.step(1)
-    (fused,) = ran
-    assert sum(fused.tokens) == load.real_tokens(1)
-    assert fused.trained == load.trained_tokens(1)
-    ran.clear()
-    alone.step(1)
-    assert fused.tokens == tuple(rows.tokens[0] for rows in ran)
-    assert fused.trained == sum(rows.trained for rows in ran)
+def test_the_floor_has_real_products() -> None:
+    """Of one pass: what comes out of the last linear is what the adapters and weights make of the rows that go in."""
+    model = tiny_model("llama")
+    passes = GemmPass(model, r=4, tasks=3)
+    passes.run(Rows((5, 5, 9), trained=3), first=0)
+    product = passes._products[-1]
+    x_TI, g_TO = (
+        passes._buffer(32, product.weight_OI.shape[1], "in"),
+        passes._buffer(32, product.weight_OI.shape[0], "out"),
+    )
+    assert Rows((5, 5, 9), 3).total == len(x_TI) == 32
+    h_tR = x_TI[10:19] @ product.members[0].a_NRI[2].T
+    torch.testing.assert_close(product.members[0].grad_b_NRO[2], h_tR.T @ g_TO[10:19])
+
+
+def _one_task(masks: Sequence[Sequence[int]]) -> tuple[TokenSequence, ...]:
+    return tuple(
+        TokenSequence(place, np.zeros(len(mask), np.int32), np.array(mask, bool)) for place, mask in enumerate(masks)
+    )
+
+
+def test_the_floor_needs_rows_up_to_the_last_that_predicts() -> None:
+    sources = {"a": _one_task([(0, 0, 1, 0, 1, 0, 0), (0, 0, 0)]), "b": _one_task([(0, 1, 1, 1)])}
+    refs = [SequenceRef(0, 7), SequenceRef(1, 3)]
+    items = (
+        WorkItem("a", "train", "a", tuple(refs), LossSpec(2)),
+        WorkItem("b", "train", "b", (SequenceRef(0, 4),), LossSpec(3)),
+    )
+    assert needed(RoundSchedule(0, (MicroBatch(0, 0, items), OptimStep("a"))), sources) == (Rows((4, 3), 5),)
+    # cut after three tokens: the piece that trains has the row that predicts the last of them in it or not
+    pieces = [SequenceRef(0, 4, 3, 7), SequenceRef(0, 3, 0, 7)]
+    trains = tuple(
+        MicroBatch(0, place, (WorkItem("a", "train", "a", (ref,), LossSpec(2)),)) for place, ref in enumerate(pieces)
+    )
+    carried = MicroBatch(0, 0, (WorkItem("a", "carry", "a", (pieces[1],)),))
+    assert needed(RoundSchedule(0, (carried, *trains)), sources) == (Rows((1,), 1), Rows((3,), 1))
+
+
+def test_the_floor_has_the_passes_of_its_side() -> None:
+    load = non_uniform(2, vocab=VOCAB)
+    load = replace(load, tasks=load.tasks[:6])  # RTE is longer than the tiny model's positions
+    backbone = backbone_of("llama")
+    together, alone = (passes_of(engine_side(backbone, load, Recipe(), policy=policy), load) for policy in OURS)
+    assert len(together) == len(alone) == load.steps
+    predicted = sum(len(sequence) - 1 for task in load.tasks for sequence in task[1])
+    for passes in (together[1], alone[1]):
+        assert sum(sum(rows.tokens) for rows in passes) == predicted
+        assert sum(rows.trained for rows in passes) == load.trained_tokens(1)
+    assert len(together[1]) == 1 and len(alone[1]) == 6
+    assert together[1][0].tokens == tuple(rows.tokens[0] for rows in alone[1])
+    side = engine_side(backbone, load, Recipe())
+    assert passes_of(side, load) == together and all(task.step == 0 for task in side.tasks)
 
 
 def test_the_floor_allocates_before_it_is_measured() -> None:
     load = non_uniform(3, vocab=VOCAB)
-    side = FloorSide(load, tiny_model("llama"), r=8, fused=True)
-    held = {key: buffer.data_ptr() for key, buffer in side._passes._buffers.items()}
+    load = replace(load, tasks=load.tasks[:6])
+    side = floor_side(engine_side(backbone_of("llama"), load, Recipe()), load, tiny_model("llama"), r=8)
+    held = {key: buffer.data_ptr() for key, buffer in side._products._buffers.items()}
     for step in range(3):
         side.step(step)
-    assert held == {key: buffer.data_ptr() for key, buffer in side._passes._buffers.items()}
+    assert held == {key: buffer.data_ptr() for key, buffer in side._products._buffers.items()}
 
 
 def test_our_sides_train_what_the_baselines_train() -> None:
@@ -223,6 +284,7 @@ def test_a_race_says_whether_all_trained_the_same(monkeypatch: pytest.MonkeyPatc
     assert fair.tokens == (32, 32, 32)
     assert fair.trained_tokens == (16, 16, 16)
     assert {name for name, side in fair.sides.items() if not side.losses} == {race.FLOOR_FUSED, race.FLOOR_ALONE}
+    assert 0 < fair.ratios[race.ROOFLINE] < 1
     assert fair.sides[race.FUSED].tokens_per_s == pytest.approx(32 / fair.sides[race.FUSED].median_s)
     # A side that skips one step's update is found out.
     step = EngineSide.step
@@ -255,7 +317,12 @@ def test_bench_prints_its_tables_and_writes_json(
     parts += ["--tokens", "90", "--chunk", "40"]
     status = bench.main([*parts, "--rounds", "2", "--layers", "1", "--model", str(tiny_llama), "--out", str(out)])
     printed = capsys.readouterr().out
-    assert "muxtune, tasks fused" in printed and "final losses agree" in printed and "PSS GB" in printed
+    assert (
+        "muxtune, tasks fused" in printed
+        and "of roofline" in printed
+        and "final losses agree" in printed
+        and "PSS GB" in printed
+    )
     assert "25.0%" in printed and "in chunks of 40" in printed
     document = json.loads(out.read_text())
     assert status == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.chunks import POLICIES, chunk_costs, ineffective, overhead, padded_as_published
+from benchmarks.chunks import POLICIES, chunk_costs, overhead, padded_as_published, wasted
 from benchmarks.loads import NON_UNIFORM, Load, light, non_uniform
 from benchmarks.long import long_costs
 from benchmarks.report import Findings, show_chunks, show_long
@@ -30,7 +30,7 @@ def _load(*lengths: int) -> Load:
 
 def test_rows_that_are_no_token_are_counted_by_policy() -> None:
     backbone = backbone_of()
-    packed, alone, padded = (ineffective(backbone, _load(60, 10, 30), policy) for policy in POLICIES)
+    packed, alone, padded = (wasted(backbone, _load(60, 10, 30), policy) for policy in POLICIES)
     assert packed == pytest.approx(1 - 100 / 112)  # 100 rows, to a multiple of 16
     assert alone == pytest.approx(1 - 100 / (64 + 16 + 32))
     assert padded == pytest.approx(1 - 100 / 192)  # 3 x 60
@@ -78,4 +78,4 @@ def test_a_side_that_fails_is_an_error(tmp_path: Path) -> None:
 
 
 def test_light_wastes_nothing() -> None:
-    assert ineffective(backbone_of(), light(2, vocab=VOCAB), "fuse-all") == 0
+    assert wasted(backbone_of(), light(2, vocab=VOCAB), "fuse-all") == 0

@@ -13,13 +13,14 @@ from rich.console import Console
 
 from benchmarks import planning, policies
 from benchmarks.choices import Choice, Choices, choices
-from benchmarks.planning import all_partitions, planning_costs
+from benchmarks.made_up import partitions
+from benchmarks.planning import planning_costs
 from benchmarks.policies import KINDS, POLICIES, load_of_kind, median_interval, policy_race
 from benchmarks.prediction import Outcome, Report
 from benchmarks.report import show_choices, show_planning, show_policies, show_prediction
 from tests.engine.build import backbone_of
-from tests.plan.partitions import partitions
 from tests.plan.tables import table
+from tests.tiny import tiny_model
 from tests.tiny_tokenizer import VOCAB
 
 
@@ -33,11 +34,22 @@ def test_all_sides_run_the_same_steps_and_are_held_against_muxtune(monkeypatch: 
     for side in race.sides:
         assert side.interval[0] <= side.slower <= side.interval[1]
         assert side.tokens_per_s > 0
-    assert race.htasks >= 1 and race.planned_s > 0
+    assert race.htasks >= 1 and race.planned_s > 0 and race.roofline is None
     console = Console(record=True, width=140)
     show_policies(console, race)
     told = console.export_text()
     assert all(name in told for name in by_name)
+
+
+def test_the_roofline_of_a_load_is_that_of_muxtunes_own_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "NON_UNIFORM", ("sst2", "openbookqa"))
+    backbone, model = backbone_of(), tiny_model("llama")
+    race = policy_race("light non-uniform", 3, backbone, model, lambda: table(4096), rounds=2)
+    assert {policies.FLOOR, policies.PEFT} < {side.side for side in race.sides}
+    assert race.roofline is not None and 0 < race.roofline < 1
+    console = Console(record=True, width=140)
+    show_policies(console, race)
+    assert f"share of the roofline: {race.roofline:.0%}" in console.export_text()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,8 +76,8 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 
 def test_every_partition_is_among_all() -> None:
     drawn = planning._loads(np.random.default_rng(1), 5)
-    ours = {frozenset(frozenset(one.name for one in part) for part in whole) for whole in all_partitions(drawn)}
-    assert len(ours) == 52 and len(list(partitions(drawn))) == 52
+    found = [frozenset(frozenset(one.name for one in part) for part in whole) for whole in partitions(drawn)]
+    assert len(found) == len(set(found)) == 52
 
 
 def test_what_planning_gives_up_is_never_negative(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Plain twins of fusion: every partition there is, each valued pass by pass."""
+"""Plain twins of fusion: partitions, each valued pass by pass."""
 
 from __future__ import annotations
 
@@ -20,17 +20,6 @@ def neighbours(ordered: Sequence[TaskLoad]) -> Iterator[list[list[TaskLoad]]]:
     for size in range(1, len(ordered) + 1):
         for rest in neighbours(ordered[size:]):
             yield [list(ordered[:size]), *rest]
-
-
-def partitions(tasks: Sequence[TaskLoad]) -> Iterator[list[list[TaskLoad]]]:
-    """All partitions."""
-    if not tasks:
-        yield []
-        return
-    for rest in partitions(tasks[1:]):
-        yield [[tasks[0]], *rest]
-        for place in range(len(rest)):
-            yield [*rest[:place], [tasks[0], *rest[place]], *rest[place + 1 :]]
 
 
 def value_s(partition: Partition, cost: CostModel, stages: int = 1) -> float:

@@ -8,12 +8,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from benchmarks.made_up import partitions
 from muxtune.errors import ConfigError
 from muxtune.plan.cost import CostModel
 from muxtune.plan.fusion import fuse_optimally, in_order
 from muxtune.plan.loads import TaskLoad
 from muxtune.plan.memory import MemoryModel
-from tests.plan.partitions import feasible, neighbours, partitions, value_s
+from tests.plan.partitions import feasible, neighbours, value_s
 from tests.plan.tables import load, loads, table
 
 KNEES = st.sampled_from([32, 256, 4096])

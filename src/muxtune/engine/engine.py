@@ -16,7 +16,7 @@ import numpy as np
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
-from muxtune.engine.limits import require_known
+from muxtune.engine.limits import require_all_known
 from muxtune.engine.outcomes import merged
 from muxtune.engine.planning import Planning
 from muxtune.engine.preference import sequence_sums
@@ -324,9 +324,7 @@ class Engine:
         return inboxes, participants
 
     def _check_tokens(self, job: JobSpec, sequences: Sequence[TokenSequence]) -> None:
-        for sequence in sequences:
-            what = f"example {sequence.index}"
-            require_known(sequence.ids, self.backbone, what=what, where=job.name, lead=job.peft.lead)
+        require_all_known(sequences, self.backbone, where=job.name, lead=job.peft.lead)
 
 
 def _require_groups(job: JobSpec, sequences: Sequence[TokenSequence], group: int) -> None:

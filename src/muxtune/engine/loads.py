@@ -43,21 +43,24 @@ def load_of(
     done: int = 0,
     total: int | None = None,
     keep_tokens: int = 0,
+    shares: bool | None = None,
 ) -> TaskLoad:
     """Of a job on its training sequences, at least one. `places`: every attach point of the base model.
 
     `done`, `total`: optimizer steps that have been, and that there are in all (None: as the job says). `keep_tokens`:
-    rows whose activations may be kept between passes, as if nobody else's were.
+    rows whose activations may be kept between passes, as if nobody else's were. `shares`: whether prefixes are shared
+    (None: as the job says).
     """
     group = job.group_size
     groups = len(sequences) // group
     total = total_steps(job, groups) if total is None else total
+    shares = job.share_prefixes if shares is None else shares
     sampler = Sampler(groups, job.effective_batch, job.seed, shuffle=job.shuffle)
     batches = [sampler.batch(done + ahead) for ahead in range(LOOKED_AT)]
-    steps = [_step(job, sequences, batch, chunk_tokens, keep_tokens) for batch in batches]
+    steps = [_step(job, sequences, batch, chunk_tokens, keep_tokens, shares) for batch in batches]
     chunks = sorted(steps, key=lambda chunks: sum(chunk.rows for chunk in chunks))[LOOKED_AT // 2]
     budget = max(chunk_tokens, job.peft.virtual_rows + 1)
-    longest = max(map(len, sequences))
+    longest = max(one.input_tokens for one in sequences)
     cut = longest + job.peft.virtual_rows > budget
     return TaskLoad(
         job.name,
@@ -77,7 +80,8 @@ def load_of(
 def load_of_task(task: Task, places: Sequence[Place], *, keep_tokens: int = 0) -> TaskLoad:
     """Of an attached task with data, from the step that is next."""
     data, done, total = task.data.train, task.step, task.total_steps
-    return load_of(task.job, data, task.chunk_tokens, places, done=done, total=total, keep_tokens=keep_tokens)
+    budget, shares = task.chunk_tokens, task.shares
+    return load_of(task.job, data, budget, places, done=done, total=total, keep_tokens=keep_tokens, shares=shares)
 
 
 def load_of_prepared(
@@ -127,12 +131,17 @@ def predicted_s(
 
 
 def _step(
-    job: JobSpec, sequences: Sequence[TokenSequence], groups: Sequence[int], chunk_tokens: int, keep_tokens: int
+    job: JobSpec,
+    sequences: Sequence[TokenSequence],
+    groups: Sequence[int],
+    chunk_tokens: int,
+    keep_tokens: int,
+    shares: bool,
 ) -> tuple[ChunkLoad, ...]:
     """The chunks of one optimizer step."""
     size = job.group_size
     indices = [size * group + place for group in groups for place in range(size)]
-    brought = participant_of(job, job.name, sequences, indices, chunk_tokens, size)
+    brought = participant_of(job, job.name, sequences, indices, chunk_tokens, size, shares=shares)
     resumed = _resumed(brought, keep_tokens)
     return tuple(
         replace(_chunk(_item(job, brought, number), sequences, job.peft), resumes=number in resumed)
@@ -165,23 +174,24 @@ def _chunk(item: WorkItem, source: Sequence[TokenSequence], peft: PeftBase | Non
     trained = sum(_trained(source[ref.index], ref) for ref in item.sequences) if item.kind != "carry" else 0
     trains = item.kind == "train"
     compared = trained if trains and item.loss is not None and item.loss.kind == "dpo" else 0
-    return ChunkLoad(spans, trained, trains, compared)
+    return ChunkLoad(spans, trained, trains, compared, shared=sum(ref.shared for ref in item.sequences))
 
 
 def _span(ref: SequenceRef, peft: PeftBase | None) -> Span:
     virtual, lead = (peft.virtual_rows, peft.lead) if peft is not None else (0, 0)
-    return Span(ref.length + (virtual if ref.start == 0 else 0), lead + ref.stop)
+    return Span(ref.rows(virtual), lead + ref.stop)
 
 
 def _trained(sequence: TokenSequence, ref: SequenceRef) -> int:
-    """Rows that predict a trained token (`muxtune.engine.packing`)."""
-    return int(np.count_nonzero(sequence.mask[ref.start + 1 : ref.stop + 1]))
+    """Rows that predict a trained token (`muxtune.engine.packing`), those apart that a sequence before it has too."""
+    return int(np.count_nonzero(sequence.mask[max(ref.start + 1, ref.shared) : ref.stop + 1]))
 
 
 def _most_rows(job: JobSpec, sequences: Sequence[TokenSequence]) -> int:
     """Of any optimizer step: those of its longest groups."""
     size = job.group_size
     rows = (
-        np.array([len(one) for one in sequences], np.int64).reshape(-1, size).sum(axis=1) + size * job.peft.virtual_rows
+        np.array([one.input_tokens for one in sequences], np.int64).reshape(-1, size).sum(axis=1)
+        + size * job.peft.virtual_rows
     )
     return int(np.sort(rows)[-job.effective_batch :].sum())

@@ -2,9 +2,10 @@
 
 All sequences of a micro-batch lie one after another in one row dimension T; a segment says which rows form one
 sequence. Packing, padding rows, a learned prefix and decoding from a cache are the same structure: a segment's keys are
-those that its cache slot already holds, those of its spans, in order, and its own rows; causality and a sliding window
-count over all of them as over one sequence. No block mask is ever built; each segment is one call of PyTorch's scaled
-dot-product attention, so its result depends on its own rows and spans only.
+those that its cache slot already holds, those of its spans, those of rows of other segments that it sees, in order, and
+its own rows; causality and a sliding window count over all of them as over one sequence. Segments that see each other's
+rows form a tree (`muxtune.models.attention_tree`). No block mask is ever built; each segment is one call of PyTorch's
+scaled dot-product attention, so its result depends on its own rows and spans only.
 
 The function is registered with transformers' attention interface under `ATTENTION_NAME`; transformers' modules call it
 in place of their own once `attn_implementation` says so. The mask function beside it returns None: transformers must
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from muxtune.models.attention_tree import Branch, after, tree_attention
 
 ATTENTION_NAME = "muxtune_packed"
 
@@ -49,17 +53,23 @@ class KeyValueStore(Protocol):
         ...
 
 
+RowRange = tuple[int, int]  # rows [start, stop) of a pass
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`rows` consecutive query rows, and what they see before themselves: the keys and values of `spans`.
+    """`rows` consecutive query rows, and what they see before themselves: the keys and values of `spans`, then those of
+    the rows `seen`.
 
     With a `cache_slot` all of these join what the slot holds from earlier passes, spans included: a sequence brings
-    its spans to its first pass only.
+    its spans to its first pass only. A segment that has `seen` rows has no slot; they belong to the segments right
+    before it, up to one that has seen none, and its spans are those of that one.
     """
 
     rows: int
     cache_slot: int | None = None
     spans: tuple[Span, ...] = ()
+    seen: tuple[RowRange, ...] = ()
 
 
 @dataclass(slots=True)
@@ -73,8 +83,10 @@ class AttentionContext:
     masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sizes = [segment.rows for segment in self.segments]
+        self.trees = _trees(self.segments)
+        self.sizes = [sum(segment.rows for segment in tree) for tree in self.trees]
 
+    trees: list[tuple[Segment, ...]] = field(init=False)  # mostly of one segment each
     sizes: list[int] = field(init=False)
 
     def visible(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
@@ -115,29 +127,44 @@ def packed_attention(
     scale = scaling if scaling is not None else query_1HTK.shape[-1] ** -0.5
     outputs = []
     # split, not slicing: the backward of split is one concatenation, that of a slice a whole-size buffer of zeros
-    for segment, q, k, v in zip(
-        context.segments,
+    start = 0
+    for tree, q, k, v in zip(
+        context.trees,
         query_1HTK.split(context.sizes, dim=2),
         key_1GTK.split(context.sizes, dim=2),
         value_1GTK.split(context.sizes, dim=2),
         strict=True,
     ):
-        if segment.spans:
-            k, v = _after_spans(segment.spans, layer, k, v)
-        if segment.cache_slot is not None:
-            assert context.cache is not None
-            k, v = context.cache.extend(layer, segment.cache_slot, k, v)
-        outputs.append(_attend(context, q, k, v, scale, sliding_window, softcap).transpose(1, 2))
+        segment, rows = tree[0], q.shape[2]
+        before = [span.keys_values(layer) for span in segment.spans]
+        attend = partial(_attend, context, scale=scale, window=sliding_window, softcap=softcap)
+        if len(tree) > 1:
+            found = tree_attention(attend, _branches(tree, start), q, k, v, before)
+        else:
+            k, v = after(before, k, v)
+            if segment.cache_slot is not None:
+                assert context.cache is not None
+                k, v = context.cache.extend(layer, segment.cache_slot, k, v)
+            found = attend(q, k, v)
+        outputs.append(found.transpose(1, 2))
+        start += rows
     return torch.cat(outputs, dim=1), None
 
 
-def _after_spans(spans: Sequence[Span], layer: int, k_1GSK: Tensor, v_1GSK: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the spans and then of the rows, in the rows' precision."""
-    before = [span.keys_values(layer) for span in spans]
-    return (
-        torch.cat([*(k.to(k_1GSK.dtype) for k, _ in before), k_1GSK], dim=2),
-        torch.cat([*(v.to(v_1GSK.dtype) for _, v in before), v_1GSK], dim=2),
-    )
+def _trees(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
+    """Neighbours that see each other's rows together."""
+    trees: list[list[Segment]] = []
+    for segment in segments:
+        if segment.seen:
+            trees[-1].append(segment)
+        else:
+            trees.append([segment])
+    return [tuple(tree) for tree in trees]
+
+
+def _branches(tree: Sequence[Segment], start: int) -> list[Branch]:
+    """As rows of the tree, whose first one is row `start` of the pass."""
+    return [Branch(one.rows, tuple((first - start, last - start) for first, last in one.seen)) for one in tree]
 
 
 def _context_of(module: nn.Module) -> AttentionContext:
@@ -153,6 +180,7 @@ def _attend(
     q_1HSK: Tensor,
     k_1GNK: Tensor,
     v_1GNK: Tensor,
+    *,
     scale: float,
     window: int | None,
     softcap: float | None,

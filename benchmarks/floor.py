@@ -137,7 +137,10 @@ class FloorSide:
     def rows(self, index: int) -> tuple[Rows, ...]:
         """The passes of a step."""
         batches = [task[index] for task in self._load.tasks]
-        alone = [Rows((sum(map(len, batch)),), sum(one.trained_tokens for one in batch)) for batch in batches]
+        alone = [
+            Rows((sum(one.input_tokens for one in batch),), sum(one.trained_tokens for one in batch))
+            for batch in batches
+        ]
         if not self._fused:
             return tuple(alone)
         return (Rows(tuple(rows.tokens[0] for rows in alone), sum(rows.trained for rows in alone)),)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from muxtune.models.attach import GivenRows
-from muxtune.models.attention import RowRange, Segment
+from muxtune.models.attention import Segment
+from muxtune.models.attention_tree import RowRange
 from muxtune.peft.base import Adapter
 
 ROW_MULTIPLE = 16

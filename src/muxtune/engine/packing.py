@@ -26,7 +26,7 @@ from torch import Tensor
 from muxtune.data.types import TokenSequence
 from muxtune.engine.cut import CutSequences
 from muxtune.engine.layout import LaidRows, Layout
-from muxtune.models.attention import RowRange
+from muxtune.models.attention_tree import RowRange
 from muxtune.peft.base import Adapter
 from muxtune.plan.types import MicroBatch, SequenceRef, WorkItem
 

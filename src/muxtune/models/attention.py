@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from muxtune.models.attention_tree import Branch, after, tree_attention
+from muxtune.models.attention_tree import Block, Branch, RowRange, Tree, after, grown, tree_attention
 
 ATTENTION_NAME = "muxtune_packed"
 
@@ -51,9 +51,6 @@ class KeyValueStore(Protocol):
     def extend(self, layer: int, slot: int, key_1GSK: Tensor, value_1GSK: Tensor) -> tuple[Tensor, Tensor]:
         """Keep S positions; all N positions that their queries may see, [1, G, N, K] each."""
         ...
-
-
-RowRange = tuple[int, int]  # rows [start, stop) of a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +80,10 @@ class AttentionContext:
     masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.trees = _trees(self.segments)
-        self.sizes = [sum(segment.rows for segment in tree) for tree in self.trees]
+        self.parts = _parted(self.segments)
+        self.sizes = [segment.rows if tree is None else tree.rows for segment, tree in self.parts]
 
-    trees: list[tuple[Segment, ...]] = field(init=False)  # mostly of one segment each
+    parts: list[tuple[Segment, Tree | None]] = field(init=False)  # segments, or trees of them and their first ones
     sizes: list[int] = field(init=False)
 
     def visible(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
@@ -125,21 +122,19 @@ def packed_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     context.calls[layer] = context.calls.get(layer, 0) + 1
     scale = scaling if scaling is not None else query_1HTK.shape[-1] ** -0.5
+    attend = partial(_attend, context, scale=scale, window=sliding_window, softcap=softcap)
     outputs = []
     # split, not slicing: the backward of split is one concatenation, that of a slice a whole-size buffer of zeros
-    start = 0
-    for tree, q, k, v in zip(
-        context.trees,
+    for (segment, tree), q, k, v in zip(
+        context.parts,
         query_1HTK.split(context.sizes, dim=2),
         key_1GTK.split(context.sizes, dim=2),
         value_1GTK.split(context.sizes, dim=2),
         strict=True,
     ):
-        segment, rows = tree[0], q.shape[2]
         before = [span.keys_values(layer) for span in segment.spans]
-        attend = partial(_attend, context, scale=scale, window=sliding_window, softcap=softcap)
-        if len(tree) > 1:
-            found = tree_attention(attend, _branches(tree, start), q, k, v, before)
+        if tree is not None:
+            found = tree_attention(attend, tree, q, k, v, before)
         else:
             k, v = after(before, k, v)
             if segment.cache_slot is not None:
@@ -147,24 +142,34 @@ def packed_attention(
                 k, v = context.cache.extend(layer, segment.cache_slot, k, v)
             found = attend(q, k, v)
         outputs.append(found.transpose(1, 2))
-        start += rows
     return torch.cat(outputs, dim=1), None
 
 
-def _trees(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
-    """Neighbours that see each other's rows together."""
-    trees: list[list[Segment]] = []
+def _parted(segments: Sequence[Segment]) -> list[tuple[Segment, Tree | None]]:
+    """Each segment that sees its own rows alone; of those that see each other's the first, and the tree they make."""
+    groups: list[list[Segment]] = []
     for segment in segments:
         if segment.seen:
-            trees[-1].append(segment)
+            groups[-1].append(segment)
         else:
-            trees.append([segment])
-    return [tuple(tree) for tree in trees]
+            groups.append([segment])
+    parts: list[tuple[Segment, Tree | None]] = []
+    start = 0
+    for group in groups:
+        parts.append((group[0], _tree(group, start) if len(group) > 1 else None))
+        start += sum(segment.rows for segment in group)
+    return parts
 
 
-def _branches(tree: Sequence[Segment], start: int) -> list[Branch]:
-    """As rows of the tree, whose first one is row `start` of the pass."""
-    return [Branch(one.rows, tuple((first - start, last - start) for first, last in one.seen)) for one in tree]
+def _tree(group: Sequence[Segment], first: int) -> Tree:
+    """Of segments, whose first row is row `first` of the pass."""
+    branches: list[Branch] = []
+    start = 0
+    for segment in group:
+        seen = tuple((a - first, b - first) for a, b in segment.seen)
+        branches.append(Branch(start, start + segment.rows, seen))
+        start += segment.rows
+    return grown(branches)
 
 
 def _context_of(module: nn.Module) -> AttentionContext:
@@ -180,26 +185,28 @@ def _attend(
     q_1HSK: Tensor,
     k_1GNK: Tensor,
     v_1GNK: Tensor,
+    shape: Block | None = None,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of the last S of N positions; a query sees at most `window` keys, its own included."""
+    """Causal attention of the last S of N positions, or of rests of a tree; a query sees at most `window` keys, its own
+    included."""
     queries, keys = q_1HSK.shape[2], k_1GNK.shape[2]
     grouped = q_1HSK.shape[1] != k_1GNK.shape[1]
     windowed = window is not None and keys > window
-    if softcap is None and not windowed and (queries == keys or queries == 1):
+    if shape is None and softcap is None and not windowed and (queries == keys or queries == 1):
         return F.scaled_dot_product_attention(
             q_1HSK, k_1GNK, v_1GNK, is_causal=queries > 1, scale=scale, enable_gqa=grouped
         )
     seen = window if windowed else None
     if softcap is None:
-        bias_SN = context.bias(queries, keys, seen, q_1HSK)
+        bias_SN = shape.bias(keys, seen, q_1HSK) if shape else context.bias(queries, keys, seen, q_1HSK)
         return F.scaled_dot_product_attention(
             q_1HSK, k_1GNK, v_1GNK, attn_mask=bias_SN, scale=scale, enable_gqa=grouped
         )
-    visible_SN = context.visible(queries, keys, seen, q_1HSK)
+    visible_SN = shape.visible(keys, seen, q_1HSK) if shape else context.visible(queries, keys, seen, q_1HSK)
     return _softcapped(q_1HSK, k_1GNK, v_1GNK, visible_SN, scale, softcap)
 
 

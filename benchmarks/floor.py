@@ -72,8 +72,8 @@ def _needed(item: WorkItem, source: Sequence[TokenSequence]) -> tuple[int, int]:
     for ref in item.sequences:
         targets = np.flatnonzero(source[ref.index].mask)  # row i predicts token i + 1
         last = int(targets[-1]) if len(targets) else 0
-        rows += max(0, min(ref.stop, last) - ref.start)
-        trained += int(np.count_nonzero((targets > ref.start) & (targets <= ref.stop)))
+        rows += max(0, min(ref.stop, last) - max(ref.start, ref.shared))
+        trained += int(np.count_nonzero((targets >= max(ref.start + 1, ref.shared)) & (targets <= ref.stop)))
     return rows, trained
 
 

@@ -19,9 +19,9 @@ from tests.tiny_tokenizer import VOCAB
 
 
 def _load(*lengths: int) -> Load:
-    """A task of each length, one example a step, two steps."""
+    """A task of each length, one example of so many inputs a step, two steps."""
     sequences = [
-        TokenSequence(step, np.arange(length, dtype=np.int32) % VOCAB, np.arange(length) > length // 2)
+        TokenSequence(step, np.arange(length + 1, dtype=np.int32) % VOCAB, np.arange(length + 1) > length // 2)
         for length in lengths
         for step in range(2)
     ]
@@ -78,4 +78,4 @@ def test_a_side_that_fails_is_an_error(tmp_path: Path) -> None:
 
 
 def test_light_wastes_nothing() -> None:
-    assert wasted(backbone_of(), light(2, vocab=VOCAB), "fuse-all") == 0
+    assert wasted(backbone_of(), light(2, vocab=VOCAB, tokens=17), "fuse-all") == 0

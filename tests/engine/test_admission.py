@@ -48,7 +48,7 @@ def admitted(jobs: Sequence[PreparedJob], free: int, model: Footprint = MODEL) -
 
 def widest(one: PreparedJob) -> int:
     """Rows of the largest batch, when all of it is as long as the longest."""
-    return max(len(sequence) for sequence in one.data.train) * one.job.effective_batch
+    return max(sequence.input_tokens for sequence in one.data.train) * one.job.effective_batch
 
 
 def test_with_memory_to_spare(prepared: dict[str, PreparedJob]) -> None:
@@ -170,7 +170,7 @@ def test_the_longest_sequence_after_truncation_is_what_counts(tiny_llama: Path, 
     need = HEAD + ROW * 40
     ((_, error),) = admitted([whole], need).refused
     (size,) = admitted([cut], need).sizes
-    assert size.longest == size.widest == 30 and "tokens at once" in error.message
+    assert size.longest == size.widest == 29 and "tokens at once" in error.message
 
 
 def test_an_over_large_adapter_costs_nobody_else_a_place(prepared: dict[str, PreparedJob]) -> None:
@@ -187,7 +187,7 @@ def test_an_over_large_adapter_costs_nobody_else_a_place(prepared: dict[str, Pre
 def test_a_stated_limit_lowers_the_chunk_budget_of_a_job(prepared: dict[str, PreparedJob]) -> None:
     """Down to 64 tokens, by what the job alone would have: neither free memory nor others change it."""
     text, sql = prepared["sql"], prepared["one"]
-    longest = max(len(sequence) for sequence in text.data.train)
+    longest = max(sequence.input_tokens for sequence in text.data.train)
     assert longest < 64 and widest(text) > 64
 
     def sized(limit: int, jobs: Sequence[PreparedJob], process: int = PROCESS, free: int = 10**9) -> list[JobSize]:
@@ -218,7 +218,7 @@ def test_a_sequence_longer_than_a_chunk_counts_by_its_keys_and_values(tiny_llama
     (data / "sql.jsonl").write_text('{"prompt": "%s", "completion": "b"}\n' % ("a " * 100))
     changes = ADAPTER | {"per_device_train_batch_size": 1, "max_length": 250}
     (one,) = [Preparer(tiny_llama).prepare(job(data, "sql", **changes), created=datetime.now(UTC))]
-    longest = max(len(sequence) for sequence in one.data.train)
+    longest = max(sequence.input_tokens for sequence in one.data.train)
     assert longest > 100
     model = replace(MODEL, position_bytes=100)
 
@@ -248,7 +248,7 @@ def test_what_is_still_free_keeps_activations_of_cut_sequences(
     """Of the longest of each job, as far as there is room; of none where even a chunk's are not kept, nor of dpo."""
     monkeypatch.setattr("muxtune.engine.admission.DEFAULT_CHUNK_TOKENS", 16)
     jobs = [prepared["sql"], prepared["chat"]]
-    longest = sum(max(map(len, one.data.train)) for one in jobs)
+    longest = sum(max(sequence.input_tokens for sequence in one.data.train) for one in jobs)
     carried = 10 * longest
     model = replace(LEAN, position_bytes=10)
 
@@ -263,7 +263,7 @@ def test_what_is_still_free_keeps_activations_of_cut_sequences(
     lean = kept(jobs[:1], 15)
     assert lean.model.recompute and lean.keep_tokens == 0 and len(lean.sizes) == 1
     pairs = replace(jobs[1], job=jobs[1].job.model_copy(update={"method": "dpo"}))
-    assert kept([jobs[0], pairs], 10**6).keep_tokens == max(map(len, jobs[0].data.train))
+    assert kept([jobs[0], pairs], 10**6).keep_tokens == max(sequence.input_tokens for sequence in jobs[0].data.train)
     assert admitted(jobs, 10**9).keep_tokens == 0, "nothing is cut"
 
 

@@ -172,7 +172,7 @@ ILLEGAL: dict[str, tuple[Action, ...]] = {
     "an unknown source": (GOOD, _batch(_item("two", source="nowhere"))),
     "a sequence that is not there": (GOOD, _batch(_item(index=4))),
     "a negative index": (GOOD, _batch(_item(index=-1, length=21))),
-    "another length": (GOOD, _batch(_item(length=6))),
+    "another length": (GOOD, _batch(_item(length=7))),
     "a task twice in a micro-batch": (_batch(_item(), _item(index=1, length=17)),),
     "train beside forward": (_batch(_item(), _item("two", "eval", length=8)),),
     "decode beside forward": (_batch(_item("two", "eval", length=8), _item("one", "decode", source="prompts")),),
@@ -258,7 +258,7 @@ def test_sequences_without_a_trained_token_run_and_weigh_nothing() -> None:
     engine, one, two = _pair()
     silent = TokenSequence(0, np.arange(3, 12, dtype=np.int32), np.zeros(9, bool))
     outcomes = engine.forward_backward({one: [silent]})
-    assert (outcomes["one"].loss_sum, outcomes["one"].tokens, outcomes["one"].input_tokens) == (0.0, 0, 9)
+    assert (outcomes["one"].loss_sum, outcomes["one"].tokens, outcomes["one"].input_tokens) == (0.0, 0, 1)
     assert not one.adapter.parameters.gradient.any()
     together = engine.forward_backward({one: [silent], two: TWO.examples})
     assert together["one"].tokens == 0 and not one.adapter.parameters.gradient.any()

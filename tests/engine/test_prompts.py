@@ -187,14 +187,14 @@ def test_greedy_replies_are_those_of_the_model_in_peft(arch: str, name: str) -> 
 def test_positions_are_counted_with_what_comes_before_them() -> None:
     engine = Engine(backbone_of("gpt2"))
     for peft in (PrefixTuning(num_virtual_tokens=20), PromptTuning(num_virtual_tokens=20)):
-        fits = PeftTrial("fits", peft, [POSITIONS - 20])
+        fits = PeftTrial("fits", peft, [POSITIONS - 21])
         task = attach(engine, fits)
         assert math.isfinite(engine.forward_backward({task: task.data.train})["fits"].loss_sum)
         with pytest.raises(DataError, match=f"{POSITIONS - 19} tokens after 20 virtual ones"):
-            engine.forward({task: random_sequences([POSITIONS - 19], seed=1)})
+            engine.forward({task: random_sequences([POSITIONS - 20], seed=1)})
         engine.detach(task)
         with pytest.raises(DataError, match="virtual"):
-            attach(engine, PeftTrial("too-long", peft, [POSITIONS - 19]))
+            attach(engine, PeftTrial("too-long", peft, [POSITIONS - 20]))
 
 
 def test_virtual_rows_fill_chunks_and_micro_batches_as_tokens_do() -> None:

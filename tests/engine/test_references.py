@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from muxtune.data.types import TokenSequence
-from muxtune.engine.references import ReferenceCache, References, digest_of, ground_of
+from muxtune.engine.references import Asked, ReferenceCache, References, digest_of, ground_of
 from muxtune.engine.runner import Runner
 from muxtune.spec.event import EvalResult, StepResult
 from muxtune.spec.peft import Lora, PromptTuning
@@ -20,7 +20,7 @@ from tests.engine.build import backbone_of
 from tests.engine.pairs import SFT, CountingEngine, PairTrial, attach, random_pairs
 
 TRIAL = PairTrial("one", Lora(r=4), steps=6)  # five pairs, two a step: two epochs
-LENGTHS = sorted(len(sequence) for sequence in TRIAL.examples)
+LENGTHS = sorted(sequence.input_tokens for sequence in TRIAL.examples)
 
 
 def _engine(folder: Path | None = None) -> CountingEngine:
@@ -48,7 +48,7 @@ def test_tasks_share_the_values_and_the_pass() -> None:
     attach(engine, PairTrial("other", Lora(r=2), prompts=(50,), responses=((40, 41),), batch=1, steps=1))
     attach(engine, SFT)
     _run(engine)
-    assert sorted(length for batch in engine.referred for length in batch) == sorted([*LENGTHS, 90, 91])
+    assert sorted(length for batch in engine.referred for length in batch) == sorted([*LENGTHS, 89, 90])
     assert len(engine.referred) == 3
 
 
@@ -62,12 +62,12 @@ def test_the_validation_set_is_computed_once_too() -> None:
     evaluated = [event for event in Runner(engine).run() if isinstance(event, EvalResult)]
     assert [event.step for event in evaluated] == [2, 4, 6]
     assert sorted(length for batch in engine.referred for length in batch) == sorted(
-        [*LENGTHS, *(len(sequence) for sequence in held_out)]
+        [*LENGTHS, *(sequence.input_tokens for sequence in held_out)]
     )
     last = engine.forward({task: held_out})["one"].logprobs
     assert last is not None
     engine.sources["held"] = held_out
-    engine.references.missing("held", dict(enumerate(held_out)))
+    engine.references.missing("held", {place: Asked(one) for place, one in enumerate(held_out)})
     counts = np.cumsum([0, *(sequence.trained_tokens for sequence in held_out)])
     rewards = [
         TRIAL.beta * (sum(last[counts[i] : counts[i + 1]]) - (engine.references.value("held", i) or math.nan))
@@ -91,7 +91,7 @@ def test_values_outlive_the_process_and_change_no_bit(tmp_path: Path) -> None:
     longer = _engine(tmp_path)
     attach(longer, dataclasses.replace(TRIAL, prompts=(*TRIAL.prompts, 3), responses=(*TRIAL.responses, (2, 3))))
     _run(longer)
-    assert longer.referred == [[5, 6]], "what the file does not hold, alone"
+    assert longer.referred == [[4, 5]], "what the file does not hold, alone"
     (entry,) = tmp_path.iterdir()
     assert entry.stat().st_mode & 0o777 == 0o600
     whole = entry.read_bytes()

@@ -163,3 +163,34 @@ def test_a_parted_pair_is_scored_and_then_trains(actions: tuple[Action, ...]) ->
 def test_half_a_pair_is_worth_nothing(actions: tuple[Action, ...], message: str) -> None:
     with pytest.raises(StateError, match=message):
         require_legal(RoundSchedule(1, actions))
+
+
+def _shared(*refs: SequenceRef, kind: WorkKind = "train") -> RoundSchedule:
+    loss = LossSpec(2) if kind == "train" else None
+    return RoundSchedule(1, (MicroBatch(0, 0, (WorkItem("one", kind, "one/data", refs, loss),)),))
+
+
+WHOLE = SequenceRef(0, 8)
+
+
+@pytest.mark.parametrize("kind", ["train", "eval", "reference"])
+def test_whole_sequences_share_tokens_with_the_one_before(kind: WorkKind) -> None:
+    require_legal(
+        _shared(WHOLE, SequenceRef(1, 9, shared=8), SequenceRef(2, 3, shared=2), SequenceRef(3, 5), kind=kind)
+    )
+
+
+@pytest.mark.parametrize(
+    ("refs", "message"),
+    [
+        ((SequenceRef(1, 9, shared=2), WHOLE), "does not have"),
+        ((WHOLE, SequenceRef(1, 12, shared=9)), "does not have"),
+        ((WHOLE, SequenceRef(1, 4, shared=4)), "does not have"),
+        ((WHOLE, SequenceRef(1, 4, shared=-1)), "does not have"),
+        ((SequenceRef(0, 4, 0, 8), SequenceRef(1, 4, shared=2)), "does not have"),
+        ((WHOLE, SequenceRef(1, 4, 0, 8, shared=2)), "only whole"),
+    ],
+)
+def test_and_nothing_else_does(refs: tuple[SequenceRef, ...], message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        require_legal(_shared(*refs))

@@ -147,7 +147,7 @@ def _estimate(plan: PlannedJob, prepared: PreparedJob, size: JobSize, model: Foo
         report.train_sequences,
         report.train_tokens,
         report.trained_tokens,
-        size.longest - job.peft.lead,
+        report.lengths.longest,
         steps,
         done,
         size.parameters,

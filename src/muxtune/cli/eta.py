@@ -62,7 +62,7 @@ def _evaluations_s(prepared: PreparedJob, done: int, cost: CostModel, rows: int)
     held_out = prepared.data.validation
     if not held_out:
         return 0.0
-    tokens, trained = sum(map(len, held_out)), sum(int(one.mask[1:].sum()) for one in held_out)
+    tokens, trained = sum(one.input_tokens for one in held_out), sum(int(one.mask[1:].sum()) for one in held_out)
     return evaluations(prepared.job, prepared.data.groups, done) * _forward_s(tokens, trained, cost, rows)
 
 

@@ -50,7 +50,7 @@ def _totals(records: Sequence[RoundRecord]) -> dict[str, float | int]:
         "steps": sum(_steps(record) for record in records),
         "rows": rows,
         "tokens": tokens,
-        "ineffective": 1 - tokens / rows if rows else 0.0,
+        "ineffective": 1 - sum(record.computed for record in records) / rows if rows else 0.0,
         "wall_s": sum(record.wall_s for record in records),
     }
 
@@ -82,7 +82,7 @@ def _line(plans: Sequence[Plan]) -> str:
 def _show(records: Sequence[RoundRecord], last: int) -> None:
     table = grid("round", "what", "passes", "widest", "rows", "tokens", "unused", "steps", "s")
     for record in records[-last:]:
-        unused = 1 - record.tokens / record.rows if record.rows else 0.0
+        unused = 1 - record.computed / record.rows if record.rows else 0.0
         table.add_row(
             str(record.schedule.round),
             _kinds(record),

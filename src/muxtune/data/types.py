@@ -81,3 +81,10 @@ class TokenSequence:
     @property
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
+
+    @property
+    def input_tokens(self) -> int:
+        """How many of its first tokens a model has to be given: those before the last target, which is only predicted,
+        as is nothing after it. At least 1 of a sequence that has a token."""
+        last = len(self) - 1 - int(self.mask[::-1].argmax()) if len(self) else 0
+        return max(min(1, len(self)), last if last > 0 and self.mask[last] else 0)

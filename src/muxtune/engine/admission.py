@@ -282,7 +282,7 @@ def _carried_bytes(job: JobSpec, model: Footprint, rows: int, seen: int, chunk_t
 
 def _longest(prepared: PreparedJob) -> tuple[int, int]:
     """Rows of the longest sequence, and the positions that its last token sees."""
-    longest = max(len(sequence) for sequence in prepared.data.train)
+    longest = max(sequence.input_tokens for sequence in prepared.data.train)
     return longest + prepared.job.peft.virtual_rows, longest + prepared.job.peft.lead
 
 

@@ -20,8 +20,8 @@ from muxtune.engine.limits import require_all_known
 from muxtune.engine.outcomes import merged
 from muxtune.engine.planning import Planning
 from muxtune.engine.preference import sequence_sums
-from muxtune.engine.references import References
-from muxtune.engine.task import Sequences, Task, aligned, participant_of
+from muxtune.engine.references import Asked, References, Turn, asked_of, in_turn
+from muxtune.engine.task import Sequences, Task, aligned, likeness_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
@@ -90,6 +90,7 @@ class Engine:
         self.recompute = recompute
         self.keep_tokens = keep_tokens
         self._chunk_tokens = chunk_tokens
+        self._plain = plain
         self.references = references or References()
         self._executor = Executor(
             backbone,
@@ -118,7 +119,7 @@ class Engine:
             device=self.backbone.device,
         )
         self._slabs.take(adapter)
-        task = Task(job, adapter, data, chunk_tokens=chunk_tokens or self._chunk_tokens)
+        task = Task(job, adapter, data, chunk_tokens=chunk_tokens or self._chunk_tokens, plain=self._plain)
         self.tasks[task.name] = task
         self.sources[task.train_source] = data.train
         self.sources[task.validation_source] = data.validation
@@ -246,24 +247,26 @@ class Engine:
     def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:
         """Compute what the dpo tasks among them will be compared with; None where all of it is known.
 
-        One fused forward-only schedule of the bare backbone for all of them, each sequence once.
+        One fused forward-only schedule of the bare backbone for all of them, each sequence once, but for what a pair
+        has in common, which is computed for both where it is when they train.
         """
-        wanted: dict[bytes, TokenSequence] = {}
+        wanted: dict[bytes, Asked] = {}
         for participant in participants:
             source = self.sources[participant.source]
             if participant.loss == "dpo" and not isinstance(source, DecodeSource):
-                indices = (ref.index for chunk in participant.chunks for ref in chunk)
-                wanted |= self.references.missing(participant.source, {index: source[index] for index in indices})
+                refs = (ref for chunk in participant.chunks for ref in chunk)
+                asked = {ref.index: asked_of(source, ref.index, paired=ref.shared > 0) for ref in refs}
+                wanted |= self.references.missing(participant.source, asked)
         if not wanted:
             return None
-        sequences = list(wanted.values())
-        chunks, _ = aligned(range(len(sequences)), list(map(len, sequences)), self.fuse_tokens, forward=True)
-        lone = [Participant(None, _REFERENCE, chunks)]
-        schedule = self._derive(0, lone, "reference")
+        turns = in_turn(wanted)
+        sequences = [turn.sequence for turn in turns]
+        schedule = self._derive(0, [_referring(turns, self.fuse_tokens)], "reference")
         with self.lending({_REFERENCE: sequences}):
             record = self.execute(schedule)
         logprob_n = np.array(merged(record, None, sequences).logprobs, np.float64)
-        self.references.learn(wanted, sequence_sums(logprob_n, [one.trained_tokens for one in sequences]))
+        sums = sequence_sums(logprob_n, [one.trained_tokens for one in sequences])
+        self.references.learn([turn.digest for turn in turns], sums)
         return record
 
     def forward_backward(self, batches: Mapping[Task | str, Sequence[TokenSequence]]) -> dict[str, ItemOutcome]:
@@ -316,15 +319,26 @@ class Engine:
             _require_groups(task.job, sequences, group)
             self._check_tokens(task.job, sequences)
             inboxes[source] = sequences
-            indices = range(len(sequences))
-            forward = kind != "train"
-            participants.append(
-                participant_of(task.job, source, sequences, indices, task.chunk_tokens, group, forward=forward)
-            )
+            indices, forward = range(len(sequences)), kind != "train"
+            participants.append(task.bringing(source, sequences, indices, group=group, forward=forward))
         return inboxes, participants
 
     def _check_tokens(self, job: JobSpec, sequences: Sequence[TokenSequence]) -> None:
         require_all_known(sequences, self.backbone, where=job.name, lead=job.peft.lead)
+
+
+def _referring(turns: Sequence[Turn], fuse_tokens: int) -> Participant:
+    """The bare backbone on these; what shares rows is never parted, however narrow passes are: it fits into a chunk of
+    its task."""
+    lengths = [turn.sequence.input_tokens for turn in turns]
+    pairs = [
+        length + before - turn.common
+        for before, length, turn in zip(lengths, lengths[1:], turns[1:], strict=False)
+        if turn.common
+    ]
+    likeness = likeness_of(range(len(turns)), [turn.common for turn in turns])
+    chunks, _ = aligned(range(len(turns)), lengths, max([fuse_tokens, *pairs]), forward=True, likeness=likeness)
+    return Participant(None, _REFERENCE, chunks)
 
 
 def _require_groups(job: JobSpec, sequences: Sequence[TokenSequence], group: int) -> None:

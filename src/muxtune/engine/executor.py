@@ -51,6 +51,7 @@ from muxtune.plan.types import (
     OptimStep,
     RoundRecord,
     RoundSchedule,
+    SequenceRef,
     WorkItem,
 )
 
@@ -135,10 +136,12 @@ class Executor:
         source = self._sources.get(item.source)
         if source is None or isinstance(source, DecodeSource) != (item.kind == "decode"):
             raise StateError(f"no such source of sequences to {item.kind}", where=item.source)
-        for ref in item.sequences:
-            held = _tokens_of(source, ref.index)
-            if held != ref.whole:
+        for place, ref in enumerate(item.sequences):
+            least, held = _tokens_of(source, ref.index)
+            if not least <= ref.whole <= held or held == 0:
                 raise StateError(f"sequence {ref.index} has {held} tokens, not {ref.whole}", where=item.source)
+            if ref.shared:
+                self._check_shared(item, ref, item.sequences[place - 1].index)
             lead = self._tasks[item.task].adapter.lead if item.task is not None else 0
             before = source.states[ref.index].cached if isinstance(source, DecodeSource) else 0
             what, where = f"sequence {ref.index}", item.source
@@ -149,6 +152,13 @@ class Executor:
                     where=item.source,
                     hint="compute it first: Engine.refer",
                 )
+
+    def _check_shared(self, item: WorkItem, ref: SequenceRef, before: int) -> None:
+        ids, other = (_ids_of(self._sources[item.source], index)[: ref.shared] for index in (ref.index, before))
+        if not np.array_equal(ids, other):
+            raise StateError(f"sequence {ref.index} does not begin as sequence {before} does", where=item.source)
+        if item.kind == "train" and item.task is not None and self._tasks[item.task].adapter.stochastic:
+            raise StateError("rows that drop out are nobody else's: they cannot be shared", where=item.task)
 
     def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
         if all(item.kind == "decode" for item in batch.items):
@@ -176,11 +186,15 @@ class Executor:
     def _train(self, packed: PackedBatch, batch: MicroBatch) -> TokenLosses:
         with torch.enable_grad():
             hidden_TD = self._cut.take(batch) if batch.keep else self._hidden(packed, batch.recompute)
-            rows_ND = hidden_TD[packed.predict_N]
-        losses = self._losses(rows_ND.detach(), self._weighed(rows_ND.detach(), packed))
+            rows_UD, place_N = _gather(hidden_TD, packed)
+        rows_ND = rows_UD.detach() if place_N is None else rows_UD.detach()[place_N]
+        losses = self._losses(rows_ND, self._weighed(rows_ND, packed))
         assert losses.grad_ND is not None
-        if rows_ND.requires_grad:  # else nothing below the head is trained
-            torch.autograd.backward([rows_ND], [losses.grad_ND])
+        if rows_UD.requires_grad:  # else nothing below the head is trained
+            grad_UD = losses.grad_ND
+            if place_N is not None:
+                grad_UD = torch.zeros_like(rows_UD).index_add_(0, place_N, losses.grad_ND)
+            torch.autograd.backward([rows_UD], [grad_UD])
         return losses
 
     @torch.no_grad()
@@ -225,7 +239,10 @@ class Executor:
             return packed
         own_N, part = gathered(packed, compared)
         seen_N = self._losses(rows_ND[own_N], part).logprob_N.double().cpu().numpy()
-        weights = [self._comparison(rows, seen_N[rows.first : rows.last]).weight_n for rows in part.items]
+        weights = [
+            rows.together(self._comparison(rows, rows.each(seen_N[rows.first : rows.last])).weight_n)
+            for rows in part.items
+        ]
         assert packed.weight_N is not None
         weight_N = torch.from_numpy(np.concatenate(weights)).to(packed.weight_N)
         return replace(packed, weight_N=packed.weight_N.index_copy(0, own_N, weight_N))
@@ -248,17 +265,18 @@ class Executor:
         outcomes = []
         for rows in packed.items:
             item, own = rows.item, slice(rows.first, rows.last)
+            logprob_m, correct_m = rows.each(logprob_N[own]), rows.each(correct_N[own])
             if _compares(item) and parts_pair(item) and item.kind != "train":
-                self._scored.add(item, logprob_N[own])
+                self._scored.add(item, logprob_m)
             if item.kind in ("carry", "score"):
                 continue  # it comes to nothing by itself: its tokens are counted when they train
-            loss_sum, correct, pairs = float(-logprob_N[own].sum()), int(correct_N[own].sum()), None
+            loss_sum, correct, pairs = float(-logprob_m.sum()), int(correct_m.sum()), None
             if _compares(item):
-                found = self._comparison(rows, logprob_N[own])
+                found = self._comparison(rows, logprob_m)
                 loss_sum, correct, pairs = found.loss_sum, found.preferred, found.sums
-            logprobs = tuple(logprob_N[own].tolist()) if item.kind == "reference" else None
-            tokens = rows.last - rows.first
-            outcomes.append(ItemOutcome(item.task, item.kind, loss_sum, tokens, correct, item.tokens, logprobs, pairs))
+            logprobs = tuple(logprob_m.tolist()) if item.kind == "reference" else None
+            told = loss_sum, rows.tokens, correct, item.tokens, logprobs, pairs
+            outcomes.append(ItemOutcome(item.task, item.kind, *told))
         return outcomes
 
     def _keys(self, rows: ItemRows) -> RowKeys | None:
@@ -273,6 +291,15 @@ def _passes(schedule: RoundSchedule) -> list[MicroBatch]:
     return [action for action in schedule.actions if isinstance(action, MicroBatch)]
 
 
+def _gather(hidden_TD: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor | None]:
+    """The rows that predict, each once, and which of them each trained position has where some have the same: gradients
+    of a row are to be added in a fixed order."""
+    if not packed.repeats:
+        return hidden_TD[packed.predict_N], None
+    row_U, place_N = packed.predict_N.unique(return_inverse=True)
+    return hidden_TD[row_U], place_N
+
+
 def _ids_of(source: Source, index: int) -> Ids:
     """The tokens that a reference to this sequence brings to a pass."""
     if isinstance(source, DecodeSource):
@@ -281,11 +308,13 @@ def _ids_of(source: Source, index: int) -> Ids:
     return source[index].ids
 
 
-def _tokens_of(source: Source, index: int) -> int:
-    """What a reference to this sequence must say; 0 where there is none."""
+def _tokens_of(source: Source, index: int) -> tuple[int, int]:
+    """The fewest tokens that a reference to this sequence must say that it has, and the most; 0 where there is none."""
     if isinstance(source, DecodeSource):
-        return source.waiting(index)
-    return len(source[index]) if 0 <= index < len(source) else 0
+        return source.waiting(index), source.waiting(index)
+    if not 0 <= index < len(source):
+        return 0, 0
+    return source[index].input_tokens, len(source[index])
 
 
 def _compares(item: WorkItem) -> bool:

@@ -2,7 +2,8 @@
 
 A sequence may be led by learned positions of its task: a prefix of keys and values (no rows of the pass), then virtual
 rows (given embeddings). Its own tokens are numbered on from there, as peft numbers them. A sequence that is fed in
-pieces, from a cache, has its lead with the first piece; the cache holds it for the others.
+pieces, from a cache, has its lead with the first piece; the cache holds it for the others. One that begins as others do
+may have rows for its rest alone: what comes before them, virtual rows too, are rows of the others.
 
 The total is padded to a multiple of 16 rows with a segment that belongs to nobody (design contract 1).
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from muxtune.models.attach import GivenRows
 from muxtune.models.attention import Segment
+from muxtune.models.attention_tree import RowRange
 from muxtune.peft.base import Adapter
 
 ROW_MULTIPLE = 16
@@ -47,17 +49,27 @@ class Layout:
         self._segments: list[Segment] = []
         self._given: list[GivenRows] = []
 
-    def add(self, ids: Ids, adapter: Adapter | None, *, cached: int = 0, cache_slot: int | None = None) -> int:
-        """Lay out the tokens of a sequence that follow its first `cached`; the row of the first of them."""
+    def add(
+        self,
+        ids: Ids,
+        adapter: Adapter | None,
+        *,
+        cached: int = 0,
+        cache_slot: int | None = None,
+        seen: Sequence[RowRange] = (),
+    ) -> int:
+        """Lay out the tokens of a sequence that follow its first `cached`; the row of the first of them. What is cached
+        lies in `cache_slot`, or is in the rows of this pass that are `seen`, virtual ones first."""
         leads = adapter is not None and cached == 0
         virtual_VE = adapter.virtual_VE if adapter is not None and leads else None
+        leads |= adapter is not None and bool(seen)
         spans = (adapter.prefix,) if adapter is not None and leads and adapter.prefix is not None else ()
         virtual = 0 if virtual_VE is None else virtual_VE.shape[0]
         if virtual_VE is not None:
             self._given.append(GivenRows(self.rows, virtual_VE))
         position = cached + (adapter.lead if adapter is not None else 0) - virtual
         self._append(np.concatenate([np.zeros(virtual, np.int64), np.asarray(ids, np.int64)]), position)
-        self._segments.append(Segment(virtual + len(ids), cache_slot, spans))
+        self._segments.append(Segment(virtual + len(ids), cache_slot, spans, tuple(seen)))
         return self.rows - len(ids)
 
     def fill(self, rows: int) -> None:

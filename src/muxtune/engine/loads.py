@@ -44,22 +44,24 @@ def load_of(
     total: int | None = None,
     keep_tokens: int = 0,
     held_bytes: int | None = None,
+    shares: bool | None = None,
 ) -> TaskLoad:
     """Of a job on its training sequences, at least one. `places`: every attach point of the base model.
 
     `done`, `total`: optimizer steps that have been, and that there are in all (None: as the job says). `keep_tokens`:
     rows whose activations may be kept between passes, as if nobody else's were. `held_bytes`: of the adapter, its
-    gradient and moments (None: in fp32).
+    gradient and moments (None: in fp32). `shares`: whether prefixes are shared (None: as the job says).
     """
     group = job.group_size
     groups = len(sequences) // group
     total = total_steps(job, groups) if total is None else total
+    shares = job.share_prefixes if shares is None else shares
     sampler = Sampler(groups, job.effective_batch, job.seed, shuffle=job.shuffle)
     batches = [sampler.batch(done + ahead) for ahead in range(LOOKED_AT)]
-    steps = [_step(job, sequences, batch, chunk_tokens, keep_tokens) for batch in batches]
+    steps = [_step(job, sequences, batch, chunk_tokens, keep_tokens, shares) for batch in batches]
     chunks = sorted(steps, key=lambda chunks: sum(chunk.rows for chunk in chunks))[LOOKED_AT // 2]
     budget = max(chunk_tokens, job.peft.virtual_rows + 1)
-    longest = max(map(len, sequences))
+    longest = max(one.input_tokens for one in sequences)
     cut = longest + job.peft.virtual_rows > budget
     return TaskLoad(
         job.name,
@@ -86,6 +88,7 @@ def load_of_task(task: Task, places: Sequence[Place], *, keep_tokens: int = 0) -
         done=task.step,
         total=task.total_steps,
         keep_tokens=keep_tokens,
+        shares=task.shares,
         held_bytes=state_bytes(task.job.peft, places, task.adapter.parameters.values.dtype),
     )
 
@@ -98,9 +101,8 @@ def state_bytes(peft: PeftBase, places: Sequence[Place], dtype: torch.dtype = to
 def most_rows(job: JobSpec, sequences: Sequence[TokenSequence]) -> int:
     """Of any optimizer step: those of its longest groups."""
     size = job.group_size
-    rows = (
-        np.array([len(one) for one in sequences], np.int64).reshape(-1, size).sum(axis=1) + size * job.peft.virtual_rows
-    )
+    inputs = np.array([one.input_tokens for one in sequences], np.int64)
+    rows = inputs.reshape(-1, size).sum(axis=1) + size * job.peft.virtual_rows
     return int(np.sort(rows)[-job.effective_batch :].sum())
 
 
@@ -155,12 +157,17 @@ def predicted_s(
 
 
 def _step(
-    job: JobSpec, sequences: Sequence[TokenSequence], groups: Sequence[int], chunk_tokens: int, keep_tokens: int
+    job: JobSpec,
+    sequences: Sequence[TokenSequence],
+    groups: Sequence[int],
+    chunk_tokens: int,
+    keep_tokens: int,
+    shares: bool,
 ) -> tuple[ChunkLoad, ...]:
     """The chunks of one optimizer step."""
     size = job.group_size
     indices = [size * group + place for group in groups for place in range(size)]
-    brought = participant_of(job, job.name, sequences, indices, chunk_tokens, size)
+    brought = participant_of(job, job.name, sequences, indices, chunk_tokens, size, shares=shares)
     resumed = _resumed(brought, keep_tokens)
     return tuple(
         replace(_chunk(_item(job, brought, number), sequences, job.peft), resumes=number in resumed)
@@ -193,14 +200,15 @@ def _chunk(item: WorkItem, source: Sequence[TokenSequence], peft: PeftBase | Non
     trained = sum(_trained(source[ref.index], ref) for ref in item.sequences) if item.kind != "carry" else 0
     trains = item.kind == "train"
     compared = trained if trains and item.loss is not None and item.loss.kind == "dpo" else 0
-    return ChunkLoad(spans, trained, trains, compared)
+    return ChunkLoad(spans, trained, trains, compared, shared=sum(ref.shared for ref in item.sequences))
 
 
 def _span(ref: SequenceRef, peft: PeftBase | None) -> Span:
     virtual, lead = (peft.virtual_rows, peft.lead) if peft is not None else (0, 0)
-    return Span(ref.length + (virtual if ref.start == 0 else 0), lead + ref.stop)
+    return Span(ref.rows(virtual), lead + ref.stop)
 
 
 def _trained(sequence: TokenSequence, ref: SequenceRef) -> int:
-    """Rows that predict a trained token (`muxtune.engine.packing`)."""
-    return int(np.count_nonzero(sequence.mask[ref.start + 1 : ref.stop + 1]))
+    """Rows that predict a trained token (`muxtune.engine.packing`), those apart that a sequence before it has too."""
+    return int(np.count_nonzero(sequence.mask[max(ref.start + 1, ref.shared) : ref.stop + 1]))
+

@@ -2,7 +2,8 @@
 
 DPO compares a task's model with the backbone it started from. That backbone is frozen, so a sequence's value is a
 function of (backbone, tokens, mask): it is kept by the hash of these, in memory for all tasks and on disk for all runs.
-A second job on the same data, a sweep over beta, a resume: none of them computes a value again.
+A second job on the same data, a sweep over beta, a resume: none of them computes a value again. A rejected response
+whose prompt is computed with the chosen one's goes by the hash of both: its last bits could be others without that.
 
 `ground` names everything else that a bit of the values could depend on: weights, dtype, device, threads, and the code.
 Each ground is one file of (hash, value) pairs. It is read when first needed and written at most every `SAVE_EVERY_S`
@@ -18,6 +19,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +28,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from muxtune.data.prefixes import in_common
 from muxtune.data.private_cache import PrivateCache
 from muxtune.data.types import TokenSequence
 
@@ -61,6 +64,39 @@ class ReferenceCache(PrivateCache[Values]):
         return dict(zip((row.tobytes() for row in digests), values.tolist(), strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A sequence, and the one `beside` it whose rows it shares, where it does."""
+
+    sequence: TokenSequence
+    beside: TokenSequence | None = None
+
+
+def asked_of(source: Sequence[TokenSequence], index: int, *, paired: bool) -> Asked:
+    """A sequence of pairs; a rejected one that is `paired` shares the rows of the chosen one."""
+    return Asked(source[index], source[index - 1] if paired and index % 2 else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A sequence that has to run; its first `common` tokens are those of the one whose turn is before."""
+
+    digest: bytes
+    sequence: TokenSequence
+    common: int = 0
+
+
+def in_turn(asked: Mapping[bytes, Asked]) -> list[Turn]:
+    """All that has to run: each right after the one that it shares rows with, and no other one twice."""
+    found: list[Turn] = []
+    for digest, one in asked.items():
+        if one.beside is not None:
+            found.append(Turn(digest_of(one.beside), one.beside))
+            found.append(Turn(digest, one.sequence, in_common(one.sequence, one.beside)))
+    known = {turn.digest for turn in found}
+    return found + [Turn(digest, one.sequence) for digest, one in asked.items() if digest not in known]
+
+
 class References:
     """Args:
     store, ground: where values are kept beyond this process, and under which name; None keeps them here alone.
@@ -83,14 +119,14 @@ class References:
         self._unsaved = False
         self._saved_at = -math.inf
 
-    def missing(self, source: str, sequences: Mapping[int, TokenSequence]) -> dict[bytes, TokenSequence]:
-        """Those of the `sequences`, by their index in `source`, that no value is known of, by hash."""
+    def missing(self, source: str, asked: Mapping[int, Asked]) -> dict[bytes, Asked]:
+        """What of the `asked`, by their index in `source`, no value is known of, by hash."""
         self._read_store()
         places = self._places.setdefault(source, {})
-        for index, sequence in sequences.items():
+        for index, one in asked.items():
             if index not in places:
-                places[index] = digest_of(sequence)
-        return {places[index]: sequence for index, sequence in sequences.items() if places[index] not in self._values}
+                places[index] = digest_of(one.sequence, one.beside)
+        return {places[index]: one for index, one in asked.items() if places[index] not in self._values}
 
     def learn(self, digests: Iterable[bytes], values: Iterable[float]) -> None:
         """Keep new values; those of a broken backbone (not finite) are not written down."""
@@ -123,10 +159,12 @@ class References:
             self._read, self._saved_at = True, self._clock()
 
 
-def digest_of(sequence: TokenSequence) -> bytes:
-    """SHA-256 of a sequence's tokens and mask."""
+def digest_of(sequence: TokenSequence, beside: TokenSequence | None = None) -> bytes:
+    """SHA-256 of a sequence's tokens and mask, and of those `beside` it."""
     digest = hashlib.sha256()
     sequence.feed(digest)
+    if beside is not None:
+        beside.feed(digest)
     return digest.digest()
 
 

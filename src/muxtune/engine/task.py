@@ -13,17 +13,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from muxtune.data.prefixes import by_beginning
 from muxtune.data.sampler import Sampler
 from muxtune.data.types import TokenSequence
 from muxtune.engine.optim import FlatAdamW
 from muxtune.errors import StateError
 from muxtune.peft.base import Adapter
-from muxtune.plan.align import Piece, align
+from muxtune.plan.align import Likeness, Piece, align
 from muxtune.plan.round import Participant
 from muxtune.plan.types import ItemOutcome, PairSums, SequenceRef, StepOutcome
 from muxtune.spec.job import JobSpec
 from muxtune.spec.schedule import lr_at, total_steps
 from muxtune.spec.status import JobStatus
+
+LEAST_SHARED = 16  # tokens: fewer in common cost as much to share as to compute again (docs/log.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +61,17 @@ class _Pending:
 
 
 class Task:
-    """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts."""
+    """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts; `plain` shares no prefixes."""
 
-    def __init__(self, job: JobSpec, adapter: Adapter, data: Sequences, *, chunk_tokens: int) -> None:
+    def __init__(
+        self, job: JobSpec, adapter: Adapter, data: Sequences, *, chunk_tokens: int, plain: bool = False
+    ) -> None:
         self.job = job
         self.name = job.name
         self.adapter = adapter
         self.data = data
         self.chunk_tokens = chunk_tokens
+        self.shares = job.share_prefixes and not plain
         self.optimizer = FlatAdamW(adapter.parameters, weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm)
         groups = len(data.train) // job.group_size
         self.sampler = Sampler(max(1, groups), job.effective_batch, job.seed, shuffle=job.shuffle)
@@ -113,13 +119,26 @@ class Task:
             raise StateError("has no training data to run on", where=self.name, hint="attach it with datasets")
         size = self.job.group_size
         indices = [size * group + place for group in self.sampler.batch(self.step) for place in range(size)]
-        return participant_of(self.job, self.train_source, self.data.train, indices, self.chunk_tokens, size)
+        return self.bringing(self.train_source, self.data.train, indices)
 
     def validation_participant(self) -> Participant:
         """The whole validation set, forward only."""
-        source, held_out, size = self.validation_source, self.data.validation, self.job.group_size
-        indices = range(len(held_out))
-        return participant_of(self.job, source, held_out, indices, self.chunk_tokens, size, forward=True)
+        held_out = self.data.validation
+        return self.bringing(self.validation_source, held_out, range(len(held_out)), forward=True)
+
+    def bringing(
+        self,
+        source: str,
+        sequences: Sequence[TokenSequence],
+        indices: Sequence[int],
+        *,
+        group: int | None = None,
+        forward: bool = False,
+    ) -> Participant:
+        """See `participant_of`; None: the job's groups."""
+        group = group or self.job.group_size
+        budget, shares = self.chunk_tokens, self.shares
+        return participant_of(self.job, source, sequences, indices, budget, group, forward=forward, shares=shares)
 
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
@@ -189,15 +208,22 @@ def participant_of(
     group: int,
     *,
     forward: bool = False,
+    shares: bool = True,
 ) -> Participant:
     """Sequences `indices` of a source as chunks, with the denominator of them all: trained tokens, or pairs.
 
     `group` of them, in order, stay together. Virtual rows count as tokens do. `forward`: nothing of them is to train.
+    `shares`: where it is exact, what they begin with alike is computed once; it is not where rows drop out in training,
+    each in its own way.
     """
     chosen = [sequences[index] for index in indices]
     virtual = job.peft.virtual_rows
+    likeness = None
+    if shares and (forward or not job.peft.drops_out):
+        likeness = likeness_of(*by_beginning(chosen, group), virtual)
+    lengths = [sequence.input_tokens for sequence in chosen]
     chunks, carried = aligned(
-        indices, list(map(len, chosen)), chunk_tokens, virtual=virtual, group=group, forward=forward
+        indices, lengths, chunk_tokens, virtual=virtual, group=group, forward=forward, likeness=likeness
     )
     terms = len(chosen) // group if group > 1 else int(np.sum([sequence.trained_tokens for sequence in chosen]))
     return Participant(job.name, source, chunks, terms or 1, virtual, job.method, job.beta or 0.0, carried)
@@ -211,17 +237,25 @@ def aligned(
     virtual: int = 0,
     group: int = 1,
     forward: bool = False,
+    likeness: Likeness | None = None,
 ) -> tuple[tuple[tuple[SequenceRef, ...], ...], frozenset[int]]:
     """Sequences `indices` of so many tokens as chunks (`muxtune.plan.align`), and which of these are carried.
 
     Each has `virtual` rows before it, which come with its first token.
     """
     budget = max(chunk_tokens, virtual + 1)
-    chunks = align([length + virtual for length in lengths], budget, group=group, forward=forward)
+    rows = [length + virtual for length in lengths]
+    chunks = align(rows, budget, group=group, forward=forward, likeness=likeness)
 
     def reference(piece: Piece) -> SequenceRef:
         start, stop, whole = max(0, piece.start - virtual), piece.stop - virtual, lengths[piece.place]
-        return SequenceRef(indices[piece.place], stop - start, start, whole if stop - start < whole else None)
+        of, shared = whole if stop - start < whole else None, max(0, piece.shared - virtual)
+        return SequenceRef(indices[piece.place], stop - start, start, of, shared)
 
     carried = frozenset(number for number, chunk in enumerate(chunks) if chunk.kind == "carry")
     return tuple(tuple(map(reference, chunk.pieces)) for chunk in chunks), carried
+
+
+def likeness_of(order: Sequence[int], common: Sequence[int], virtual: int = 0) -> Likeness:
+    """Of sequences that have so many tokens in common with those before them, and `virtual` rows before each."""
+    return Likeness(tuple(order), tuple(own + virtual if own >= LEAST_SHARED else 0 for own in common))

@@ -2,9 +2,10 @@
 
 All sequences of a micro-batch lie one after another in one row dimension T; a segment says which rows form one
 sequence. Packing, padding rows, a learned prefix and decoding from a cache are the same structure: a segment's keys are
-those that its cache slot already holds, those of its spans, in order, and its own rows; causality and a sliding window
-count over all of them as over one sequence. No block mask is ever built; each segment is one call of PyTorch's scaled
-dot-product attention, so its result depends on its own rows and spans only.
+those that its cache slot already holds, those of its spans, those of rows of other segments that it sees, in order, and
+its own rows; causality and a sliding window count over all of them as over one sequence. Segments that see each other's
+rows form a tree (`muxtune.models.attention_tree`). No block mask is ever built; each segment is one call of PyTorch's
+scaled dot-product attention, so its result depends on its own rows and spans only.
 
 The function is registered with transformers' attention interface under `ATTENTION_NAME`; transformers' modules call it
 in place of their own once `attn_implementation` says so. The mask function beside it returns None: transformers must
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from muxtune.models.attention_tree import Block, Branch, RowRange, Tree, after, grown, tree_attention
 
 ATTENTION_NAME = "muxtune_packed"
 
@@ -51,15 +55,18 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`rows` consecutive query rows, and what they see before themselves: the keys and values of `spans`.
+    """`rows` consecutive query rows, and what they see before themselves: the keys and values of `spans`, then those of
+    the rows `seen`.
 
     With a `cache_slot` all of these join what the slot holds from earlier passes, spans included: a sequence brings
-    its spans to its first pass only.
+    its spans to its first pass only. A segment that has `seen` rows has no slot; they belong to the segments right
+    before it, up to one that has seen none, and its spans are those of that one.
     """
 
     rows: int
     cache_slot: int | None = None
     spans: tuple[Span, ...] = ()
+    seen: tuple[RowRange, ...] = ()
 
 
 @dataclass(slots=True)
@@ -73,8 +80,10 @@ class AttentionContext:
     masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sizes = [segment.rows for segment in self.segments]
+        self.parts = _parted(self.segments)
+        self.sizes = [segment.rows if tree is None else tree.rows for segment, tree in self.parts]
 
+    parts: list[tuple[Segment, Tree | None]] = field(init=False)  # segments, or trees of them and their first ones
     sizes: list[int] = field(init=False)
 
     def visible(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
@@ -113,31 +122,54 @@ def packed_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     context.calls[layer] = context.calls.get(layer, 0) + 1
     scale = scaling if scaling is not None else query_1HTK.shape[-1] ** -0.5
+    attend = partial(_attend, context, scale=scale, window=sliding_window, softcap=softcap)
     outputs = []
     # split, not slicing: the backward of split is one concatenation, that of a slice a whole-size buffer of zeros
-    for segment, q, k, v in zip(
-        context.segments,
+    for (segment, tree), q, k, v in zip(
+        context.parts,
         query_1HTK.split(context.sizes, dim=2),
         key_1GTK.split(context.sizes, dim=2),
         value_1GTK.split(context.sizes, dim=2),
         strict=True,
     ):
-        if segment.spans:
-            k, v = _after_spans(segment.spans, layer, k, v)
-        if segment.cache_slot is not None:
-            assert context.cache is not None
-            k, v = context.cache.extend(layer, segment.cache_slot, k, v)
-        outputs.append(_attend(context, q, k, v, scale, sliding_window, softcap).transpose(1, 2))
+        before = [span.keys_values(layer) for span in segment.spans]
+        if tree is not None:
+            found = tree_attention(attend, tree, q, k, v, before)
+        else:
+            k, v = after(before, k, v)
+            if segment.cache_slot is not None:
+                assert context.cache is not None
+                k, v = context.cache.extend(layer, segment.cache_slot, k, v)
+            found = attend(q, k, v)
+        outputs.append(found.transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
 
-def _after_spans(spans: Sequence[Span], layer: int, k_1GSK: Tensor, v_1GSK: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the spans and then of the rows, in the rows' precision."""
-    before = [span.keys_values(layer) for span in spans]
-    return (
-        torch.cat([*(k.to(k_1GSK.dtype) for k, _ in before), k_1GSK], dim=2),
-        torch.cat([*(v.to(v_1GSK.dtype) for _, v in before), v_1GSK], dim=2),
-    )
+def _parted(segments: Sequence[Segment]) -> list[tuple[Segment, Tree | None]]:
+    """Each segment that sees its own rows alone; of those that see each other's the first, and the tree they make."""
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        if segment.seen:
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    parts: list[tuple[Segment, Tree | None]] = []
+    start = 0
+    for group in groups:
+        parts.append((group[0], _tree(group, start) if len(group) > 1 else None))
+        start += sum(segment.rows for segment in group)
+    return parts
+
+
+def _tree(group: Sequence[Segment], first: int) -> Tree:
+    """Of segments, whose first row is row `first` of the pass."""
+    branches: list[Branch] = []
+    start = 0
+    for segment in group:
+        seen = tuple((a - first, b - first) for a, b in segment.seen)
+        branches.append(Branch(start, start + segment.rows, seen))
+        start += segment.rows
+    return grown(branches)
 
 
 def _context_of(module: nn.Module) -> AttentionContext:
@@ -153,25 +185,28 @@ def _attend(
     q_1HSK: Tensor,
     k_1GNK: Tensor,
     v_1GNK: Tensor,
+    shape: Block | None = None,
+    *,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of the last S of N positions; a query sees at most `window` keys, its own included."""
+    """Causal attention of the last S of N positions, or of rests of a tree; a query sees at most `window` keys, its own
+    included."""
     queries, keys = q_1HSK.shape[2], k_1GNK.shape[2]
     grouped = q_1HSK.shape[1] != k_1GNK.shape[1]
     windowed = window is not None and keys > window
-    if softcap is None and not windowed and (queries == keys or queries == 1):
+    if shape is None and softcap is None and not windowed and (queries == keys or queries == 1):
         return F.scaled_dot_product_attention(
             q_1HSK, k_1GNK, v_1GNK, is_causal=queries > 1, scale=scale, enable_gqa=grouped
         )
     seen = window if windowed else None
     if softcap is None:
-        bias_SN = context.bias(queries, keys, seen, q_1HSK)
+        bias_SN = shape.bias(keys, seen, q_1HSK) if shape else context.bias(queries, keys, seen, q_1HSK)
         return F.scaled_dot_product_attention(
             q_1HSK, k_1GNK, v_1GNK, attn_mask=bias_SN, scale=scale, enable_gqa=grouped
         )
-    visible_SN = context.visible(queries, keys, seen, q_1HSK)
+    visible_SN = shape.visible(keys, seen, q_1HSK) if shape else context.visible(queries, keys, seen, q_1HSK)
     return _softcapped(q_1HSK, k_1GNK, v_1GNK, visible_SN, scale, softcap)
 
 

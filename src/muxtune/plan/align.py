@@ -9,7 +9,11 @@ never share a chunk, so that the keys and values of one cut sequence are all tha
 A *group* (in dpo, the two sequences of a pair) stays together. The loss of one that does not fit into a chunk is not
 known before all of it has gone forward, so all its pieces are carried first, the last ones too; it shares no chunk.
 
-The split depends on the task's lengths and budget alone - co-runners decide when a chunk runs, never what is in it
+Sequences that begin alike may share those rows (`Likeness`): neighbours in its order that do, and fit whole into a
+chunk, are packed as one - as many of them as fit together, or else in several parts. Rows are shared inside a chunk
+only, and never those of a cut sequence.
+
+The split depends on the task's sequences and budget alone - co-runners decide when a chunk runs, never what is in it
 (design contract 1). Cost: n log n for the order, and n times the number of chunks.
 """
 
@@ -24,15 +28,27 @@ StepKind = Literal["carry", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [start, stop) of the sequence at `place`; the whole of it where nothing is said of a cut."""
+    """Rows [start, stop) of the sequence at `place`; the whole of it where nothing is said of a cut. The first `shared`
+    of them are those of the piece before it."""
 
     place: int
     start: int
     stop: int
+    shared: int = 0
 
     @property
     def rows(self) -> int:
-        return self.stop - self.start
+        """Its own."""
+        return self.stop - self.start - self.shared
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """An order of all places, whole groups at a time, and how many first rows each has in common with the one before
+    it; 0 where these are too few to be shared."""
+
+    order: tuple[int, ...]
+    common: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +61,7 @@ class Chunk:
 
     @property
     def rows(self) -> int:
-        return sum(piece.rows for piece in self.pieces)
+        return _rows(self.pieces)
 
 
 @dataclass(slots=True)
@@ -55,12 +71,11 @@ class _Unit:
     packed: tuple[Piece, ...]
     before: tuple[Chunk, ...] = ()
     after: tuple[Chunk, ...] = ()
+    alone: bool = False  # whether `packed` shares its chunk with nothing
 
     @property
     def rows(self) -> int:
-        return sum(piece.rows for piece in self.packed)
-
-    alone: bool = False  # whether `packed` shares its chunk with nothing
+        return _rows(self.packed)
 
     @property
     def cut(self) -> bool:
@@ -74,16 +89,26 @@ class _Bin:
     units: list[int]
 
 
-def align(lengths: Sequence[int], budget: int, *, group: int = 1, forward: bool = False) -> tuple[Chunk, ...]:
+def align(
+    lengths: Sequence[int],
+    budget: int,
+    *,
+    group: int = 1,
+    forward: bool = False,
+    likeness: Likeness | None = None,
+) -> tuple[Chunk, ...]:
     """The chunks of an optimizer batch, in the order in which they run.
 
     Args:
         lengths: rows of each sequence, all of which count; `group` neighbours form a group.
         budget: rows of a chunk, at least 1.
         forward: whether nothing is to train: every piece then runs once, from the first on.
+        likeness: which sequences begin alike, where their rows are to be shared.
     """
     assert budget > 0 and len(lengths) % group == 0, (budget, len(lengths), group)
-    units = [_unit(range(first, first + group), lengths, budget, forward) for first in range(0, len(lengths), group)]
+    if likeness is None:
+        likeness = Likeness(tuple(range(len(lengths))), (0,) * len(lengths))
+    units = _units(lengths, budget, group, forward, likeness)
     chunks: list[Chunk] = []
     for packed in _packed(units, budget):
         for unit in packed:
@@ -94,11 +119,45 @@ def align(lengths: Sequence[int], budget: int, *, group: int = 1, forward: bool 
     return tuple(chunks)
 
 
-def _unit(places: Sequence[int], lengths: Sequence[int], budget: int, forward: bool) -> _Unit:
+def _units(lengths: Sequence[int], budget: int, group: int, forward: bool, likeness: Likeness) -> list[_Unit]:
+    """In the batch's order, as their first groups have it."""
+    units: list[_Unit] = []
+    part: list[Piece] = []  # groups that share rows, and fit together so far
+    link = 0  # rows that the next group has in common with the last of them
+    for first in range(0, len(lengths), group):
+        places, common = likeness.order[first : first + group], likeness.common[first : first + group]
+        link = min(link, common[0]) if part else 0
+        own, joined = (_whole(places, lengths, (shared, *common[1:])) for shared in (0, link))
+        if _rows(own) > budget:
+            units.append(_cut_unit(places, lengths, budget, forward))
+            link = min(link, *common)
+            continue
+        if link and _rows(part) + _rows(joined) <= budget:
+            part += joined
+        else:
+            units += [_Unit(tuple(part))] if part else []
+            part = own
+        link = budget  # all of it
+    units += [_Unit(tuple(part))] if part else []
+    return sorted(units, key=lambda unit: min(piece.place for piece in unit.packed))
+
+
+def _whole(places: Sequence[int], lengths: Sequence[int], common: Sequence[int]) -> list[Piece]:
+    """The sequences of a group, each but for one row at least."""
+    return [
+        Piece(place, 0, lengths[place], min(shared, lengths[place] - 1))
+        for place, shared in zip(places, common, strict=True)
+    ]
+
+
+def _rows(pieces: Sequence[Piece]) -> int:
+    return sum(piece.rows for piece in pieces)
+
+
+def _cut_unit(places: Sequence[int], lengths: Sequence[int], budget: int, forward: bool) -> _Unit:
+    """A group that does not fit into a chunk."""
     cut = [_cut(place, lengths[place], budget) for place in places]
     onwards = [piece for pieces in cut for piece in pieces]
-    if sum(lengths[place] for place in places) <= budget:
-        return _Unit(tuple(onwards))
     grouped = len(places) > 1
     if forward:
         return _Unit((onwards[-1],), tuple(Chunk("train", (piece,)) for piece in onwards[:-1]), alone=grouped)

@@ -4,8 +4,9 @@ A micro-batch trains, or goes forward only (eval, reference), or decodes; it nam
 a task and a denominator, the same in all of a task's items. An optimizer step has a gradient to apply and comes once,
 after the task's last train item; a rate of its own is a number from 0 up. A dpo item holds whole pairs. The pieces of a
 cut sequence come in the one order in which each finds the keys and values that it sees, and then the gradients that it
-is owed. Where a pass of carried pieces is kept, the same pieces train together, in a pass that goes on from it. Whether
-tasks and sequences exist is for whoever holds them to say.
+is owed; whole ones may share tokens with the whole one before them, but for one at least. Where a pass of carried
+pieces is kept, the same pieces train together, in a pass that goes on from it. Whether tasks and sequences exist is for
+whoever holds them to say.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def require_legal(schedule: RoundSchedule, pending: Collection[str] = ()) -> Non
         _require_one_pass(action)
         kept.run(action)
         for item in action.items:
+            _require_shared(item)
             cuts.run(item)
             parted.run(item)
             if item.kind == "train":
@@ -77,6 +79,18 @@ def _require_one_pass(batch: MicroBatch) -> None:
         slots = [ref.index for item in batch.items for ref in item.sequences]
         _require(len({item.source for item in batch.items}) == 1, "a decode micro-batch has one source")
         _require(len(slots) == len(set(slots)), "a decode micro-batch names a sequence twice")
+
+
+def _require_shared(item: WorkItem) -> None:
+    """Whether what sequences share with those before them can be there."""
+    before = 0  # tokens of a whole sequence
+    for ref in item.sequences:
+        where = f"{item.source}[{ref.index}]"
+        if ref.shared:
+            _require(not ref.cut and item.kind != "decode", "only whole sequences share tokens", where)
+            possible = 0 < ref.shared < ref.length and ref.shared <= before
+            _require(possible, "shares tokens that the sequence before it does not have", where)
+        before = 0 if ref.cut else ref.length
 
 
 def _is_rate(lr: float | None) -> bool:

@@ -29,13 +29,15 @@ class Span:
 class ChunkLoad:
     """One chunk: `trained` rows go through the head; one that does not train only goes forward (a carried piece).
     `compared`: rows of dpo, which go through the head once more to find out what they weigh. `resumes`: it trains from
-    the activations that its first pass has kept, and does not go forward again."""
+    the activations that its first pass has kept, and does not go forward again. `shared`: tokens that rows of other
+    sequences stand for, beside their own."""
 
     spans: tuple[Span, ...]
     trained: int
     trains: bool = True
     compared: int = 0
     resumes: bool = False
+    shared: int = 0
 
     @property
     def rows(self) -> int:
@@ -75,8 +77,9 @@ class TaskLoad:
 
     @property
     def tokens(self) -> int:
-        """Rows of one step that train; those that are carried run again then, and count once."""
-        return sum(chunk.rows for chunk in self.chunks if chunk.trains)
+        """Of one step, those that train: its rows, each as often as sequences share it; those that are carried run
+        again then, and count once."""
+        return sum(chunk.rows + chunk.shared for chunk in self.chunks if chunk.trains)
 
     @property
     def peak_rows(self) -> int:
@@ -139,5 +142,4 @@ def widest_span(running: Sequence[Member]) -> int:
 def label_of(peft: PeftBase) -> str:
     """What an adapter goes by in the operator table: the short name of its type (`dora`, `houlsby`), and whether it
     drops out."""
-    dropping = any(getattr(peft, key) for key in type(peft).model_fields if "dropout" in key)
-    return type_name(peft) + (DROPPING if dropping else "")
+    return type_name(peft) + (DROPPING if peft.drops_out else "")

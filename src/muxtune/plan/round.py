@@ -63,12 +63,12 @@ class Participant:
         return max(map(self.rows, range(len(self.chunks))), default=0)
 
     def longest(self, chunk: int) -> int:
-        """Rows of the longest sequence of a chunk."""
-        return max(self._rows(ref) for ref in self.chunks[chunk])
+        """The most rows that a sequence of a chunk brings."""
+        return max(ref.rows(self.virtual_rows) for ref in self.chunks[chunk])
 
     def rows(self, chunk: int) -> int:
         """Rows of a chunk."""
-        return sum(self._rows(ref) for ref in self.chunks[chunk])
+        return sum(ref.rows(self.virtual_rows) for ref in self.chunks[chunk])
 
     def mirrored(self, chunk: int) -> int:
         """How many chunks from `chunk` on are carried and, after one more, train in reverse order just as they are.
@@ -81,9 +81,6 @@ class Participant:
         forth = self.chunks[chunk : chunk + count]
         back = self.chunks[chunk + count + 1 : chunk + 2 * count + 1]
         return count if self.loss != "dpo" and back == forth[::-1] else 0
-
-    def _rows(self, ref: SequenceRef) -> int:
-        return ref.length + (self.virtual_rows if ref.start == 0 else 0)
 
 
 def derive_round(

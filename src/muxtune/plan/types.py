@@ -6,6 +6,10 @@ It holds names, indices and integers only: frozen, serialisable, printable witho
 dpo compares with. The executor does exactly what the schedule says and answers with a `RoundRecord` in the same
 vocabulary.
 
+The tokens of a sequence are its inputs: what comes after the last one that a target is predicted from is in no pass.
+Sequences of an item that begin alike may lie as a tree: each shares its first tokens with the one before it, whose rows
+stand for them too (ADR 14). Tokens count in every sequence that has them, rows once.
+
 A sequence may be cut into pieces, each in a pass of its own. To train, its pieces first go forward from the first on
 ("carry": keys and values stay behind, nothing else; the last piece need not), and then train from the last to the
 first: each runs again or, where its first pass has kept its activations, goes on from there. An eval or reference goes
@@ -13,9 +17,10 @@ through them once, from the first to the last. A pair of dpo that is not in one 
 sequence or piece each; to train, all of it goes forward first ("score": its log-probabilities stay behind as well), and
 a pair counts where the last token of its chosen sequence trains, or of its rejected one is evaluated.
 
-Legal schedules: the items of one `MicroBatch` either all train or all only go forward; a task has at most one item in
-a micro-batch; an `OptimStep` comes after the task's last train item; a task's items keep the task's own order; a cut
-sequence is done when the schedule ends, and when its task steps; what is kept trains in a pass of the same pieces.
+Legal schedules: the items of one `MicroBatch` either all train or all only go forward; a task has at most one item in a
+micro-batch; an `OptimStep` comes after the task's last train item; a task's items keep the task's own order; whole
+sequences share tokens, at most all but one, with the whole one before them; a cut sequence is done when the schedule
+ends, and when its task steps; what is kept trains in a pass of the same pieces.
 """
 
 from __future__ import annotations
@@ -33,17 +38,28 @@ LossKind = Literal["sft", "dpo"]
 class SequenceRef:
     """Sequence number `index` of its item's source, `length` tokens of it.
 
-    All of it, or - where it is cut - the piece that begins with token `start` of `of`.
+    All of it, or - where it is cut - the piece that begins with token `start` of `of`. Its first `shared` tokens are
+    those of the sequence before it in the item, and have no rows of their own.
     """
 
     index: int
     length: int
     start: int = 0
     of: int | None = None
+    shared: int = 0
 
     @property
     def cut(self) -> bool:
         return self.of is not None
+
+    @property
+    def computed(self) -> int:
+        """Tokens that have rows of their own."""
+        return self.length - self.shared
+
+    def rows(self, virtual_rows: int) -> int:
+        """With those that an adapter puts before a sequence, which come with its first token."""
+        return self.computed + (virtual_rows if self.start == 0 and not self.shared else 0)
 
     @property
     def stop(self) -> int:
@@ -87,6 +103,11 @@ class WorkItem:
     def tokens(self) -> int:
         return sum(ref.length for ref in self.sequences)
 
+    @property
+    def computed(self) -> int:
+        """Of these, those that have rows of their own."""
+        return sum(ref.computed for ref in self.sequences)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -108,6 +129,11 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         return sum(item.tokens for item in self.items)
+
+    @property
+    def computed(self) -> int:
+        """Tokens that have rows of their own."""
+        return sum(item.computed for item in self.items)
 
     @property
     def resumes(self) -> bool:
@@ -222,10 +248,17 @@ class RoundRecord:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it ran; the other rows are padding, or learned ones. Pieces that are carried run twice, unless
-        they are kept."""
-        passes = (action for action in self.schedule.actions if isinstance(action, MicroBatch))
-        return sum(batch.tokens for batch in passes if not batch.resumes)
+        """Tokens of the sequences that it ran. Pieces that are carried run twice, unless they are kept."""
+        return sum(batch.tokens for batch in self._passes)
+
+    @property
+    def computed(self) -> int:
+        """Rows that were tokens: those that sequences share are one row. The others are padding, or learned ones."""
+        return sum(batch.computed for batch in self._passes)
+
+    @property
+    def _passes(self) -> list[MicroBatch]:
+        return [one for one in self.schedule.actions if isinstance(one, MicroBatch) and not one.resumes]
 
     @property
     def raised(self) -> Action | None:

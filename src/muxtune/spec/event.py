@@ -34,7 +34,7 @@ class StepResult:
     lr: float
     grad_norm: float  # before clipping
     tokens: int  # trained tokens of the step's batch
-    input_tokens: int  # all real tokens of the step's batch, prompts included
+    input_tokens: int  # tokens that went in: of each sequence those before its last target, prompts included
     accuracy: float  # of next-token argmax over trained tokens
     epoch: float
     time_s: float  # wall time of the round that held the step

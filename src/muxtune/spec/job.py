@@ -99,6 +99,7 @@ class JobSpec(Spec):
     per_device_train_batch_size: Count = 8
     gradient_accumulation_steps: Count = 1
     seed: Annotated[Integer, Field(ge=0, lt=2**63)] = 42
+    share_prefixes: Flag = True  # whether what sequences of a batch begin with is computed once
 
     save_steps: Count | None = None  # None: every epoch, and at least every 10 minutes
     save_total_limit: Count = 2

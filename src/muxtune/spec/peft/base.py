@@ -63,6 +63,11 @@ class PeftBase(Spec, ABC):
         return ADAPTER_BYTES_PER_PARAMETER * self.parameters(places)
 
     @property
+    def drops_out(self) -> bool:
+        """Whether what its modules are given drops out while it trains."""
+        return any(getattr(self, key) for key in type(self).model_fields if "dropout" in key)
+
+    @property
     def virtual_rows(self) -> int:
         """Rows that the adapter adds to each sequence (prompt tuning)."""
         return 0

@@ -32,7 +32,7 @@ def predicted_s(
 ) -> float | None:
     """Seconds of all `prepared` jobs that are in `done`, from as many steps on; None where nothing is known."""
     begun = [one for one in prepared if one.job.name in done]
-    table = known_table(training, base) if begun and not admission.waiting else None
+    table = known_table(training, base, admission.model.block) if begun and not admission.waiting else None
     if table is None:
         return None
     found = forecast_of(begun, admission, table, done)

@@ -19,6 +19,7 @@ from muxtune.engine.local import LocalEngine
 from muxtune.engine.planning import memory_model
 from muxtune.engine.profile_cache import find_table
 from muxtune.engine.training import TrainingRun
+from muxtune.models.backbone import BlockName
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder
 from muxtune.plan.loads import TaskLoad
@@ -62,7 +63,7 @@ def forecast(training: TrainingRun, notice: Callable[[str], None], *, here: bool
     base = training.base()
     prepared, _ = training.prepare(planned, base)
     admission = training.admit(prepared, base, planned) if here else _unbounded(training, prepared, base)
-    table = known_table(training, base) or _measured(training, base, notice)
+    table = known_table(training, base, admission.model.block) or _measured(training, base, notice)
     return forecast_of(prepared, admission, table)
 
 
@@ -93,20 +94,27 @@ def _unbounded(training: TrainingRun, prepared: Sequence[PreparedJob], base: Mod
     device = choose_device(training.run.device)
     dtype = choose_dtype(training.run.dtype, device)
     used, _ = memory_here(device)
-    found = admit(prepared, footprint(base.path, dtype), dtype=dtype, limit_bytes=_NO_LIMIT, process_bytes=used)
+    found = admit(
+        prepared,
+        footprint(base.path, dtype, training.run.block),
+        dtype=dtype,
+        limit_bytes=_NO_LIMIT,
+        process_bytes=used,
+    )
     for _, error in found.refused:
         training.locate(error)
         raise error
     return replace(found, keep_tokens=0)
 
 
-def known_table(training: TrainingRun, base: ModelFolder) -> OperatorTable | None:
+def known_table(training: TrainingRun, base: ModelFolder, block: BlockName) -> OperatorTable | None:
     """What operators cost, where it has been measured for a run like this; no weight is loaded."""
     if training.num_hidden_layers is not None:
         return None
     run = training.run
     device = choose_device(run.device)
-    return find_table(base.path, training.cache, device=device, dtype=choose_dtype(run.dtype, device))
+    dtype = choose_dtype(run.dtype, device)
+    return find_table(base.path, training.cache, device=device, dtype=dtype, block=block)
 
 
 def _memory(admission: Admission) -> MemoryModel:
@@ -124,6 +132,7 @@ def _measured(training: TrainingRun, base: ModelFolder, notice: Callable[[str], 
         base,
         device=run.device,
         dtype=run.dtype,
+        block=run.block,
         threads=run.threads,
         num_hidden_layers=training.num_hidden_layers,
         cache_dir=training.cache,

@@ -44,6 +44,7 @@ from muxtune.engine.task_folder import CHECKPOINTS, Origin, TaskFolder, holds_ru
 from muxtune.engine.trace_file import FOLDER, TraceFile, discard_traces
 from muxtune.engine.waves import Waves
 from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError
+from muxtune.models.backbone import BlockChoice
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
@@ -154,7 +155,7 @@ class TrainingRun:
         dtype = choose_dtype(self.run.dtype, device)
         used, free = memory_here(device)
         limit = min(self.run.memory_limit or used + free, used + free)
-        model = footprint(base.path, dtype)
+        model = footprint(base.path, dtype, self._block(planned))
         admission = admit(
             prepared,
             model,
@@ -170,6 +171,12 @@ class TrainingRun:
             raise _first_of([Failure(job, error) for job, error in admission.refusals])
         return admission
 
+    def _block(self, planned: Sequence[PlannedJob]) -> BlockChoice:
+        """Jobs that go on have the block that they began with, where nobody asks for one and they agree: with another
+        they are refused (`muxtune.engine.checkpoint`)."""
+        begun = {plan.block for plan in planned if plan.begin == "continue" and plan.block is not None}
+        return begun.pop() if self.run.block == "auto" and len(begun) == 1 else self.run.block
+
     def _train(
         self, plans: dict[str, PlannedJob], prepared: list[PreparedJob], base: ModelFolder
     ) -> Iterator[RunEvent]:
@@ -182,6 +189,7 @@ class TrainingRun:
             base,
             device=run.device,
             dtype=run.dtype,
+            block=admission.model.block,
             threads=run.threads,
             policy=run.policy,
             memory=memory_model(
@@ -258,7 +266,7 @@ class TrainingRun:
         failures: list[Failure] = []
         for one in ready:
             plan = one.job.plan
-            origin = Origin(plan.job, plan.created, one.ground.base, self.run.base_model)
+            origin = Origin(plan.job, plan.created, one.ground.base, self.run.base_model, one.ground.block)
             try:
                 if plan.begin == "continue":
                     folders[one.name] = TaskFolder.reopen(plan.folder, origin, one.ground, engine.export, step=one.step)

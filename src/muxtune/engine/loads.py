@@ -211,4 +211,3 @@ def _span(ref: SequenceRef, peft: PeftBase | None) -> Span:
 def _trained(sequence: TokenSequence, ref: SequenceRef) -> int:
     """Rows that predict a trained token (`muxtune.engine.packing`), those apart that a sequence before it has too."""
     return int(np.count_nonzero(sequence.mask[max(ref.start + 1, ref.shared) : ref.stop + 1]))
-

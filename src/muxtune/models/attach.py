@@ -100,7 +100,7 @@ class Op:
             return own
         x_TI = x.reshape(-1, self.in_features)
         y_TO = hook(self, x_TI) if hook is not None else self.forward(x_TI)
-        return y_TO.view(*x.shape[:-1], self.out_features)
+        return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], self.out_features)
 
 
 class LinearOp(Op):
@@ -144,9 +144,12 @@ class NormOp(Op):
         super().__init__(name, module, slot, roles=roles, layer=layer)
         self.parameters = {key: value.detach() for key, value in module.named_parameters(recurse=False)}
         self.in_features = self.out_features = int(self.parameters["weight"].shape[0])
+        self.run_with: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None  # where a block has its own
 
     def forward_with(self, parameters: Mapping[str, Tensor], x_tD: Tensor) -> Tensor:
         """The same normalisation with other values of its parameters, through autograd."""
+        if self.run_with is not None:
+            return self.run_with(parameters, x_tD)
         twin = copy.copy(self._module)
         twin.__dict__["_parameters"] = {**self._module._parameters, **parameters}
         y: Tensor = self._own_forward(twin, x_tD[None])[0]
@@ -163,6 +166,11 @@ class MlpOp(Op):
     ) -> None:
         super().__init__(name, module, slot, roles=roles, layer=layer)
         self.in_features = self.out_features = width
+        self.run: Callable[[Tensor], Tensor] | None = None  # [T, D] -> [T, D], where it is not the module that runs
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """The sublayer; hooks of its linears take part."""
+        return self.run(x_TI) if self.run is not None else super().forward(x_TI)
 
 
 def install(layers: Mapping[str, nn.Module], slot: PassSlot, recipe: Recipe, width: int) -> dict[str, Op]:

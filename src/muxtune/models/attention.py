@@ -11,8 +11,9 @@ The function is registered with transformers' attention interface under `ATTENTI
 in place of their own once `attn_implementation` says so. The mask function beside it returns None: transformers must
 build no mask of its own.
 
-Cost: one kernel launch a segment; a causal sequence of n tokens costs n^2/2. Block-diagonal masks and padding measured
-2.8x and 2.9x slower on ragged short sequences (docs/log.md).
+Cost: one kernel launch a segment, or a run of plain ones of equal length, each of which has the bits it has alone; a
+causal sequence of n tokens costs n^2/2. Block-diagonal masks and padding measured 2.8x and 2.9x slower on ragged short
+sequences (docs/log.md).
 
 Legend: T packed tokens, S tokens of one segment, N keys that it sees, P positions of a span, H query
 heads, G key/value heads, K head dim.
@@ -69,6 +70,19 @@ class Segment:
     seen: tuple[RowRange, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Segments that attention takes at once: `count` alike, side by side, or those of a `tree`, `segment` the first."""
+
+    segment: Segment
+    count: int = 1
+    tree: Tree | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.count * self.segment.rows if self.tree is None else self.tree.rows
+
+
 @dataclass(slots=True)
 class AttentionContext:
     """What attention needs to know of one pass. `calls` counts per layer, for the support probe; `masks` are those of
@@ -81,10 +95,10 @@ class AttentionContext:
 
     def __post_init__(self) -> None:
         self.parts = _parted(self.segments)
-        self.sizes = [segment.rows if tree is None else tree.rows for segment, tree in self.parts]
+        self.sizes = [part.rows for part in self.parts]
 
-    parts: list[tuple[Segment, Tree | None]] = field(init=False)  # segments, or trees of them and their first ones
-    sizes: list[int] = field(init=False)
+    parts: list[Part] = field(init=False)
+    sizes: list[int] = field(init=False)  # rows of each part
 
     def visible(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """bool [S, N]: which keys each query sees."""
@@ -125,40 +139,59 @@ def packed_attention(
     attend = partial(_attend, context, scale=scale, window=sliding_window, softcap=softcap)
     outputs = []
     # split, not slicing: the backward of split is one concatenation, that of a slice a whole-size buffer of zeros
-    for (segment, tree), q, k, v in zip(
+    for part, q, k, v in zip(
         context.parts,
         query_1HTK.split(context.sizes, dim=2),
         key_1GTK.split(context.sizes, dim=2),
         value_1GTK.split(context.sizes, dim=2),
         strict=True,
     ):
+        segment = part.segment
         before = [span.keys_values(layer) for span in segment.spans]
-        if tree is not None:
-            found = tree_attention(attend, tree, q, k, v, before)
+        if part.tree is not None:
+            found = tree_attention(attend, part.tree, q, k, v, before)
+        elif part.count > 1:
+            q, k, v = (_apart(rows, part.count) for rows in (q, k, v))
+            found = attend(q, k, v)
         else:
             k, v = after(before, k, v)
             if segment.cache_slot is not None:
                 assert context.cache is not None
                 k, v = context.cache.extend(layer, segment.cache_slot, k, v)
             found = attend(q, k, v)
-        outputs.append(found.transpose(1, 2))
+        outputs.append(found.transpose(1, 2).flatten(0, 1)[None])
     return torch.cat(outputs, dim=1), None
 
 
-def _parted(segments: Sequence[Segment]) -> list[tuple[Segment, Tree | None]]:
-    """Each segment that sees its own rows alone; of those that see each other's the first, and the tree they make."""
+def _parted(segments: Sequence[Segment]) -> list[Part]:
+    """Segments that see each other's rows as a tree; plain ones of equal length that lie side by side as one part; all
+    others by themselves. Those of one row too, whose products are of vectors: their bits might depend on how many there
+    are."""
     groups: list[list[Segment]] = []
     for segment in segments:
         if segment.seen:
             groups[-1].append(segment)
         else:
             groups.append([segment])
-    parts: list[tuple[Segment, Tree | None]] = []
+    parts: list[Part] = []
     start = 0
     for group in groups:
-        parts.append((group[0], _tree(group, start) if len(group) > 1 else None))
+        first = group[0]
+        plain = len(group) == 1 and first.rows > 1 and first.cache_slot is None and not first.spans
+        if len(group) > 1:
+            parts.append(Part(first, tree=_tree(group, start)))
+        elif plain and parts and parts[-1].tree is None and parts[-1].segment == first:
+            parts[-1] = Part(first, parts[-1].count + 1)
+        else:
+            parts.append(Part(first))
         start += sum(segment.rows for segment in group)
     return parts
+
+
+def _apart(rows_1HTK: Tensor, count: int) -> Tensor:
+    """[count, H, S, K]: so many segments side by side, as a batch; a view."""
+    apart: Tensor = rows_1HTK[0].unflatten(1, (count, -1)).transpose(0, 1)
+    return apart
 
 
 def _tree(group: Sequence[Segment], first: int) -> Tree:

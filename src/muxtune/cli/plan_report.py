@@ -116,6 +116,8 @@ def _notes(forecast: Forecast, *, pipelined: bool) -> Iterator[str]:
     for tokens in sorted({tokens for _, tokens in forecast.smaller}):
         names = [name for name, own in forecast.smaller if own == tokens]
         yield f"memory_limit has room for chunks of {tokens} tokens, not {DEFAULT_CHUNK_TOKENS}: {_few(names)}"
+    if forecast.evaluates:
+        yield "times are those of training: evaluations, samples and saving come on top"
     if pipelined:
         yield "what fusing more would cost depends on the whole pipeline, so there is no number: see --policy all"
 

@@ -68,7 +68,10 @@ def _show(kept: KeptTable, weights: int) -> None:
     print(f"{table.model}: {layers}, {table.dtype}, {table.device}, {threads}")
     print(f"{_age(kept)}, {'kept in' if kept.kept else 'but could not be kept in'} {kept.path}")
     if table.busy:
-        print(f"repeats differed by {table.spread:.0%}: the machine was busy; --fresh measures again, once it is quiet")
+        print(
+            f"the machine was busy: others used {table.others:.0%} of the processors, repeats differed by "
+            f"{table.spread:.0%}; --fresh measures again, once it is quiet"
+        )
     print()
     _show_layers(table, weights)
     _show_counts("attention of a sequence in one layer: positions", table.attention)

@@ -16,7 +16,6 @@ from muxtune.engine.admission import Admission, admit
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.loads import load_of
 from muxtune.engine.local import LocalEngine
-from muxtune.engine.profile_cache import find_table
 from muxtune.engine.training import TrainingRun
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder
@@ -35,6 +34,7 @@ class Forecast:
     most_rows: that a pass may have.
     recompute: whether activations are computed twice.
     smaller: jobs whose chunks memory_limit makes smaller, and to how many tokens.
+    evaluates: whether any of them holds something out.
     """
 
     loads: tuple[TaskLoad, ...]
@@ -44,6 +44,7 @@ class Forecast:
     most_rows: int
     recompute: bool
     smaller: tuple[tuple[str, int], ...] = ()
+    evaluates: bool = False
 
 
 def forecast(training: TrainingRun, notice: Callable[[str], None], *, here: bool = True) -> Forecast:
@@ -61,7 +62,7 @@ def forecast(training: TrainingRun, notice: Callable[[str], None], *, here: bool
     base = training.base()
     prepared, _ = training.prepare(planned, base)
     admission = training.admit(prepared, base, planned) if here else _unbounded(training, prepared, base)
-    table = known_table(training, base) or _measured(training, base, notice)
+    table = training.known_table(base) or _measured(training, base, notice)
     return forecast_of(prepared, admission, table)
 
 
@@ -92,6 +93,7 @@ def forecast_of(
         admission.fuse_tokens,
         admission.model.recompute,
         tuple((size.job.name, size.chunk_tokens) for size in admission.sizes if size.warning),
+        any(one.data.validation for one in prepared if one.job.name in sizes),
     )
 
 
@@ -105,15 +107,6 @@ def _unbounded(training: TrainingRun, prepared: Sequence[PreparedJob], base: Mod
         training.locate(error)
         raise error
     return replace(found, keep_tokens=0)
-
-
-def known_table(training: TrainingRun, base: ModelFolder) -> OperatorTable | None:
-    """What operators cost, where it has been measured for a run like this; no weight is loaded."""
-    if training.num_hidden_layers is not None:
-        return None
-    run = training.run
-    device = choose_device(run.device)
-    return find_table(base.path, training.cache, device=device, dtype=choose_dtype(run.dtype, device))
 
 
 def _measured(training: TrainingRun, base: ModelFolder, notice: Callable[[str], None]) -> OperatorTable:

@@ -21,7 +21,7 @@ predicted (`prediction`). *choices*: whether the policy called best for such a m
 CPU only). `--layers 2` is a quick look that says nothing about the whole model. The JSON that `--out` writes is
 described in `report`. Exits 1 where the sides' final losses disagree.
 
-About an hour on two quiet cores; anything else that runs meanwhile makes the figures worth less.
+More than an hour on two quiet cores; anything else that runs meanwhile makes the figures worth less.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench [--part light] [--part non-uniform] [--part memory] [--part adapters] [--part chunks]
                                [--part long] [--part planning] [--part policies] [--part prediction]
-                               [--part choices]
+                               [--part choices] [--part prefix]
                                [--tokens N] [--chunk N] [--tasks N] [--mixes N] [--seed N]
                                [--rounds N] [--threads N] [--layers N] [--model NAME]
                                [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
@@ -16,7 +16,8 @@ executor's own time, on four layers, too (`chunks`). *long*: one example of `--t
 takes, and what it gives up (`planning`). *policies*: four of them and transformers + peft on four kinds of load, for
 each of `--tasks`, on six layers (`policies`). *prediction*: of mixes drawn after the operator table is measured, what a
 step takes against what was predicted (`prediction`). *choices*: whether the policy called best for such a mix is, on
-six layers (`choices`). `--layers 2` is a quick look that says nothing about the whole model. The JSON that `--out`
+six layers (`choices`). *prefix*: examples that begin alike, their beginning computed once or for each (`prefix`).
+`--layers 2` is a quick look that says nothing about the whole model. The JSON that `--out`
 writes is described in `report`. Exits 1 where the sides' final losses disagree.
 
 About an hour on two quiet cores; anything else that runs meanwhile makes the figures worth less.
@@ -35,7 +36,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import adapters, chunks, long, memory, policies, prediction
+from benchmarks import adapters, chunks, long, memory, policies, prediction, prefix
 from benchmarks.adapters import AdapterCosts, adapter_costs
 from benchmarks.baselines import Recipe
 from benchmarks.choices import Choices, choices
@@ -46,6 +47,7 @@ from benchmarks.long import LongCosts, long_costs
 from benchmarks.machine import describe
 from benchmarks.planning import planning_costs
 from benchmarks.policies import PolicyRace, policy_race
+from benchmarks.prefix import PrefixCosts, prefix_costs
 from benchmarks.race import RaceResult, race
 from benchmarks.report import (
     Findings,
@@ -59,6 +61,7 @@ from benchmarks.report import (
     show_planning,
     show_policies,
     show_prediction,
+    show_prefix,
     show_race,
     write_json,
 )
@@ -77,13 +80,23 @@ PARTS = (
     "policies",
     "prediction",
     "choices",
+    "prefix",
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = "benchmarks.sides:muxtune_tasks"
 MEMORY_TASKS = (1, 8, 32)
 WARMUP = 1
 # A light step takes a tenth of a non-uniform one and is the noisier for it.
-ROUNDS = {"light": 11, "non-uniform": 5, "adapters": 3, "chunks": 5, "policies": 5, "prediction": 5, "choices": 3}
+ROUNDS = {
+    "light": 11,
+    "non-uniform": 5,
+    "adapters": 3,
+    "chunks": 5,
+    "policies": 5,
+    "prediction": 5,
+    "choices": 3,
+    "prefix": 5,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +180,13 @@ def run_choices(settings: Settings, console: Console) -> Choices:
         return choices(backbone, measure(backbone), **drawn, **told)
 
 
+def run_prefix(folder: ModelFolder, settings: Settings) -> Iterator[PrefixCosts]:
+    """Every kind of data, on the whole model: the head is a part of what is not shared."""
+    backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+    for kind in prefix.EXAMPLES:
+        yield prefix_costs(backbone, kind, settings.rounds or ROUNDS["prefix"])
+
+
 def run_memory(folder: ModelFolder) -> Iterator[Layout]:
     """One process of ours, as many of transformers + peft as there are tasks, and one with its multi-adapter API."""
     for tasks in MEMORY_TASKS:
@@ -233,6 +253,10 @@ def _measure(part: str, folder: ModelFolder, settings: Settings, found: Findings
     elif part == "choices":
         found.choices = run_choices(settings, console)
         show_choices(console, found.choices)
+    elif part == "prefix":
+        for costs in run_prefix(folder, settings):
+            found.prefixes.append(costs)
+            show_prefix(console, costs)
     elif part == "long":
         found.long = run_long(settings)
         show_long(console, found.long)

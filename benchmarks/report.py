@@ -18,7 +18,8 @@ The JSON file (`schema` 1):
      "planning": {...} or null,            benchmarks.planning.PlanningCosts
      "policies": [{...}, ...],             benchmarks.policies.PolicyRace
      "predictions": {...} or null,         benchmarks.prediction.Report
-     "choices":  {...} or null}            benchmarks.choices.Choices
+     "choices":  {...} or null,            benchmarks.choices.Choices
+     "prefixes": [{...}, ...]}             benchmarks.prefix.PrefixCosts, with "agrees"
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from benchmarks.memory import Memory
 from benchmarks.planning import PlanningCosts
 from benchmarks.policies import PolicyRace
 from benchmarks.prediction import Report
+from benchmarks.prefix import SHARED, PrefixCosts
 from benchmarks.race import PEFT, RaceResult
 from benchmarks.timing import Timings, ratio
 
@@ -69,11 +71,13 @@ class Findings:
     policies: list[PolicyRace] = field(default_factory=list)
     predictions: Report | None = None
     choices: Choices | None = None
+    prefixes: list[PrefixCosts] = field(default_factory=list)
 
     @property
     def agree(self) -> bool:
         """Whether all sides trained the same."""
-        return all(race.agrees for race in self.races) and (self.long is None or self.long.agrees)
+        compared = (*self.races, *self.prefixes, *filter(None, [self.long]))
+        return all(one.agrees for one in compared)
 
 
 def show_machine(console: Console, machine: Machine) -> None:
@@ -236,6 +240,15 @@ def show_choices(console: Console, choices: Choices) -> None:
         console.print(f"a task alone by its chunk length, predicted, over 512: {budgets}", highlight=False)
 
 
+def show_prefix(console: Console, costs: PrefixCosts) -> None:
+    """One line a side."""
+    agrees = "agree" if costs.agrees else "DISAGREE"
+    console.print(f"{costs.kind}: {costs.tokens:.0f} tokens a step, losses {agrees}", highlight=False)
+    for side, rows in costs.rows.items():
+        told = f"  beginnings {side}: {rows:.0f} rows, {costs.median_s(side):.2f} s"
+        console.print(f"{told}, {costs.times:.2f}x" if side == SHARED else told, highlight=False)
+
+
 def write_json(path: Path, machine: Machine, settings: object, found: Findings) -> None:
     """Write the file described above; its folder is made where it is not there."""
     document = {
@@ -251,6 +264,7 @@ def write_json(path: Path, machine: Machine, settings: object, found: Findings) 
         "policies": [asdict(race) for race in found.policies],
         "predictions": asdict(found.predictions) if found.predictions is not None else None,
         "choices": asdict(found.choices) if found.choices is not None else None,
+        "prefixes": [asdict(one) | {"agrees": one.agrees} for one in found.prefixes],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -134,7 +134,7 @@ def packed_attention(
     ):
         before = [span.keys_values(layer) for span in segment.spans]
         if tree is not None:
-            found = tree_attention(attend, tree, q, k, v, before)
+            found = tree_attention(attend, tree, q, k, v, before, sparing=softcap is not None)
         else:
             k, v = after(before, k, v)
             if segment.cache_slot is not None:

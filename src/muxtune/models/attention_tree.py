@@ -45,7 +45,7 @@ class Branch:
     seen: tuple[RowRange, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """Rows [start, stop) of the tree, of whole rests, on the keys of some parts of its rows, those of `paths` - a path
     is what one rest sees, itself included. Masks are made once for all layers."""
@@ -97,11 +97,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """`sizes` are those of the parts that its rows are cut into, wherever a branch or what one sees begins or ends."""
+    """`sizes` are those of the parts that its rows are cut into, wherever a branch or what one sees begins or ends.
+    `rests` are blocks of one rest each."""
 
     root: int
     sizes: tuple[int, ...]
     blocks: tuple[Block, ...]
+    rests: tuple[Block, ...]
 
     @property
     def rows(self) -> int:
@@ -114,25 +116,38 @@ def grown(branches: Sequence[Branch]) -> Tree:
     cuts = sorted(ends)
     part_at = {start: part for part, start in enumerate(cuts)}
     sizes = tuple(stop - start for start, stop in pairwise(cuts))
+    rests: list[Block] = []
     blocks: list[Block] = []
     for one in branches[1:]:
         ranges = (*one.seen, (one.start, one.stop))
         path = [part for start, stop in ranges for part in range(part_at[start], part_at[stop])]
-        if not blocks or one.stop - blocks[-1].start > BLOCK_ROWS:
-            blocks.append(Block(one.start, one.start, sizes, []))
-        blocks[-1].stop = one.stop
-        blocks[-1].paths = [*blocks[-1].paths, (one.stop - one.start, path)]
-    return Tree(branches[0].stop, sizes, tuple(blocks))
+        rests.append(Block(one.start, one.stop, sizes, [(one.stop - one.start, path)]))
+        if blocks and one.stop - blocks[-1].start <= BLOCK_ROWS:
+            blocks[-1] = Block(blocks[-1].start, one.stop, sizes, [*blocks[-1].paths, *rests[-1].paths])
+        else:
+            blocks.append(rests[-1])
+    return Tree(branches[0].stop, sizes, tuple(blocks), tuple(rests))
 
 
 def tree_attention(
-    attend: Attend, tree: Tree, q_1HTK: Tensor, k_1GTK: Tensor, v_1GTK: Tensor, before: Sequence[Pair] = ()
+    attend: Attend,
+    tree: Tree,
+    q_1HTK: Tensor,
+    k_1GTK: Tensor,
+    v_1GTK: Tensor,
+    before: Sequence[Pair] = (),
+    *,
+    sparing: bool = False,
 ) -> Tensor:
-    """[1, H, T, K]. `before`: keys and values that all branches see before anything else, [1, G, P, K] each."""
-    root_1HSK, *rest = q_1HTK.split([tree.root, *(block.stop - block.start for block in tree.blocks)], dim=2)
+    """[1, H, T, K]. `before`: keys and values that all branches see before anything else, [1, G, P, K] each.
+
+    `sparing`: no score is computed that a mask would hide, where these are kept for the backward pass.
+    """
+    blocks = tree.rests if sparing else tree.blocks
+    root_1HSK, *rest = q_1HTK.split([tree.root, *(block.stop - block.start for block in blocks)], dim=2)
     found = [attend(root_1HSK, *after(before, k_1GTK[:, :, : tree.root], v_1GTK[:, :, : tree.root]))]
     keys, values = k_1GTK.split(tree.sizes, dim=2), v_1GTK.split(tree.sizes, dim=2)
-    for block, own_1HSK in zip(tree.blocks, rest, strict=True):
+    for block, own_1HSK in zip(blocks, rest, strict=True):
         *seen, (k, v) = [(keys[part], values[part]) for part in block.parts]
         found.append(attend(own_1HSK, *after([*before, *seen], k, v), shape=block))
     return torch.cat(found, dim=2)

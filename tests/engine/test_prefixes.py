@@ -22,6 +22,7 @@ from muxtune.engine.rounds import run_round
 from muxtune.engine.task import LEAST_SHARED
 from muxtune.engine.trace_file import read_traces
 from muxtune.errors import ConfigError, StateError
+from muxtune.models.memory import footprint
 from muxtune.plan.types import LossSpec, MicroBatch, RoundSchedule, SequenceRef, WorkItem
 from muxtune.spec.peft import Lora
 from tests.engine import runs
@@ -29,6 +30,8 @@ from tests.engine.build import backbone_of, exact
 from tests.engine.counting import Products
 from tests.engine.pairs import random_pairs
 from tests.engine.prefixes import TYPES, Alike, Stepped, attach, chat, passes, step
+from tests.peak import peak_bytes
+from tests.tiny import tiny_folder
 from tests.tiny_tokenizer import VOCAB
 
 RESTS = (7, 3, 12, 9, 1, 5)
@@ -257,6 +260,23 @@ def test_each_product_runs_on_the_rows_of_the_tree_and_the_head_once_on_what_is_
     own = sum(sequence.trained_tokens - common for sequence in examples)
     assert seen.rows["head"] == common + own + -(common + own) % 16
     assert stepped.outcome.tokens == len(RESTS) * common + own
+
+
+@pytest.mark.parametrize(("arch", "rest"), [("llama", 5), ("gemma2", 20)])
+def test_a_row_of_a_tree_takes_no_more_memory_than_is_estimated(arch: str, rest: int, tmp_path: Path) -> None:
+    """Rests of a few tokens see many times as many keys as they have rows."""
+    model = footprint(tiny_folder(tmp_path / "model", arch, layers=8), torch.float32)
+
+    def peak(rests: int) -> int:
+        engine = Engine(backbone_of(arch, layers=8))
+        task = attach(engine, Alike("only", LORA, chat((rest,) * rests, head=40)))
+        participant = task.participant()
+        engine.execute(engine.schedule([participant]))  # whatever is made once
+        return peak_bytes(lambda: engine.execute(engine.schedule([participant])))
+
+    few, many = 120 // rest, 360 // rest
+    row = (peak(many) - peak(few)) / ((many - few) * (rest - 1))
+    assert 0.3 * model.row_bytes < row < model.row_bytes + (39 + rest) * model.score_bytes
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])

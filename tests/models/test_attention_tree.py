@@ -101,4 +101,4 @@ def test_rests_go_together_up_to_a_block() -> None:
         (ends[3], ends[4]),
     ]
     assert tree.blocks[0].parts == [0, 2, 3], "not what nobody there sees"
-    assert [(block.start, block.stop) for block in tree.rests] == list(pairwise(ends)), "where scores are kept"
+    assert [(block.start, block.stop) for block in tree.small] == list(pairwise(ends)), "where scores are kept"

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ROWS = 128
+SPARING_ROWS = 32  # where scores are kept
 
 RowRange = tuple[int, int]  # rows [start, stop)
 Pair = tuple[Tensor, Tensor]
@@ -98,12 +99,12 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class Tree:
     """`sizes` are those of the parts that its rows are cut into, wherever a branch or what one sees begins or ends.
-    `rests` are blocks of one rest each."""
+    `small` are blocks of fewer rests than `blocks`."""
 
     root: int
     sizes: tuple[int, ...]
     blocks: tuple[Block, ...]
-    rests: tuple[Block, ...]
+    small: tuple[Block, ...]
 
     @property
     def rows(self) -> int:
@@ -117,16 +118,22 @@ def grown(branches: Sequence[Branch]) -> Tree:
     part_at = {start: part for part, start in enumerate(cuts)}
     sizes = tuple(stop - start for start, stop in pairwise(cuts))
     rests: list[Block] = []
-    blocks: list[Block] = []
     for one in branches[1:]:
         ranges = (*one.seen, (one.start, one.stop))
         path = [part for start, stop in ranges for part in range(part_at[start], part_at[stop])]
         rests.append(Block(one.start, one.stop, sizes, [(one.stop - one.start, path)]))
-        if blocks and one.stop - blocks[-1].start <= BLOCK_ROWS:
-            blocks[-1] = Block(blocks[-1].start, one.stop, sizes, [*blocks[-1].paths, *rests[-1].paths])
-        else:
-            blocks.append(rests[-1])
-    return Tree(branches[0].stop, sizes, tuple(blocks), tuple(rests))
+    return Tree(branches[0].stop, sizes, _joined(rests, BLOCK_ROWS), _joined(rests, SPARING_ROWS))
+
+
+def _joined(rests: Sequence[Block], rows: int) -> tuple[Block, ...]:
+    """Neighbours as one block, as far as they have so many rows together."""
+    blocks: list[Block] = []
+    for rest in rests:
+        if blocks and rest.stop - blocks[-1].start <= rows:
+            first = blocks.pop()
+            rest = Block(first.start, rest.stop, rest.sizes, [*first.paths, *rest.paths])
+        blocks.append(rest)
+    return tuple(blocks)
 
 
 def tree_attention(
@@ -141,9 +148,9 @@ def tree_attention(
 ) -> Tensor:
     """[1, H, T, K]. `before`: keys and values that all branches see before anything else, [1, G, P, K] each.
 
-    `sparing`: no score is computed that a mask would hide, where these are kept for the backward pass.
+    `sparing`: scores that a mask hides are few, where they are kept for the backward pass.
     """
-    blocks = tree.rests if sparing else tree.blocks
+    blocks = tree.small if sparing else tree.blocks
     root_1HSK, *rest = q_1HTK.split([tree.root, *(block.stop - block.start for block in blocks)], dim=2)
     found = [attend(root_1HSK, *after(before, k_1GTK[:, :, : tree.root], v_1GTK[:, :, : tree.root]))]
     keys, values = k_1GTK.split(tree.sizes, dim=2), v_1GTK.split(tree.sizes, dim=2)

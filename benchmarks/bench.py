@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench [--part light] [--part medium] [--part non-uniform] [--part memory] [--part adapters]
                                [--part chunks] [--part long] [--part planning] [--part policies]
-                               [--part prediction] [--part choices] [--part growth]
+                               [--part prediction] [--part choices] [--part growth] [--part prefix]
                                [--tokens N] [--chunk N] [--tasks N] [--mixes N] [--seed N] [--steps N]
                                [--rounds N] [--threads N] [--layers N] [--model NAME]
                                [--device cpu|cuda] [--dtype fp32|bf16] [--out FILE]
@@ -18,8 +18,9 @@ twice or kept, on ten layers (`long`; on the CPU only). *planning*: what it take
 (`policies`). *prediction*: of mixes drawn after the operator table is measured, what a step takes against what was
 predicted (`prediction`). *choices*: whether the policy called best for such a mix is, on six layers (`choices`).
 *growth*: step time by tokens and by tasks, attaching, overhead, memory by tasks and over many steps (`growth`; on the
-CPU only). `--layers 2` is a quick look that says nothing about the whole model. The JSON that `--out` writes is
-described in `report`. Exits 1 where the sides' final losses disagree.
+CPU only). *prefix*: examples that begin alike, their beginning computed once or for each (`prefix`). `--layers 2` is a
+quick look that says nothing about the whole model. The JSON that `--out` writes is described in `report`. Exits 1 where
+the sides' final losses disagree.
 
 More than an hour on two quiet cores; anything else that runs meanwhile makes the figures worth less.
 """
@@ -37,7 +38,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import adapters, chunks, long, memory, policies, prediction, steady
+from benchmarks import adapters, chunks, long, memory, policies, prediction, prefix, steady
 from benchmarks.adapters import AdapterCosts, adapter_costs
 from benchmarks.baselines import Recipe
 from benchmarks.choices import Choices, choices
@@ -49,6 +50,7 @@ from benchmarks.long import LongCosts, long_costs
 from benchmarks.machine import describe
 from benchmarks.planning import planning_costs
 from benchmarks.policies import PolicyRace, policy_race
+from benchmarks.prefix import PrefixCosts, prefix_costs
 from benchmarks.race import RaceResult, race
 from benchmarks.report import (
     Findings,
@@ -63,6 +65,7 @@ from benchmarks.report import (
     show_planning,
     show_policies,
     show_prediction,
+    show_prefix,
     show_race,
     write_json,
 )
@@ -83,6 +86,7 @@ PARTS = (
     "prediction",
     "choices",
     "growth",
+    "prefix",
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = "benchmarks.sides:muxtune_tasks"
@@ -100,6 +104,7 @@ ROUNDS = {
     "prediction": 5,
     "choices": 3,
     "growth": 3,
+    "prefix": 5,
 }
 
 
@@ -193,6 +198,13 @@ def run_growth(folder: ModelFolder, settings: Settings) -> GrowthCosts:
     return growth_costs(backbone, folder.path, lambda: table, rounds=rounds, steps=settings.steps)
 
 
+def run_prefix(folder: ModelFolder, settings: Settings) -> Iterator[PrefixCosts]:
+    """Every kind of data, on the whole model: the head is a part of what is not shared."""
+    backbone = load_backbone(folder, device=settings.device, dtype=settings.dtype)  # type: ignore[arg-type]
+    for kind in prefix.EXAMPLES:
+        yield prefix_costs(backbone, kind, settings.rounds or ROUNDS["prefix"])
+
+
 def run_memory(folder: ModelFolder) -> Iterator[Layout]:
     """One process of ours, as many of transformers + peft as there are tasks, and one with its multi-adapter API."""
     for tasks in MEMORY_TASKS:
@@ -263,6 +275,10 @@ def _measure(part: str, folder: ModelFolder, settings: Settings, found: Findings
     elif part == "growth":
         found.growth = run_growth(folder, settings)
         show_growth(console, found.growth)
+    elif part == "prefix":
+        for costs in run_prefix(folder, settings):
+            found.prefixes.append(costs)
+            show_prefix(console, costs)
     elif part == "long":
         found.long = run_long(settings)
         show_long(console, found.long)

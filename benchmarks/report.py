@@ -19,7 +19,8 @@ The JSON file (`schema` 1):
      "policies": [{...}, ...],             benchmarks.policies.PolicyRace, with "roofline"
      "predictions": {...} or null,         benchmarks.prediction.Report
      "choices":  {...} or null,            benchmarks.choices.Choices
-     "growth":   {...} or null}            benchmarks.growth.GrowthCosts, with "nonlinear", "added" and "missed"
+     "growth":   {...} or null,            benchmarks.growth.GrowthCosts, with "nonlinear", "added" and "missed"
+     "prefixes": [{...}, ...]}             benchmarks.prefix.PrefixCosts, with "agrees"
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from benchmarks.memory import Memory
 from benchmarks.planning import PlanningCosts
 from benchmarks.policies import PolicyRace
 from benchmarks.prediction import Report
+from benchmarks.prefix import SHARED, PrefixCosts
 from benchmarks.race import FLOOR_FUSED, PEFT, RaceResult
 from benchmarks.timing import Timings, ratio
 
@@ -72,11 +74,13 @@ class Findings:
     predictions: Report | None = None
     choices: Choices | None = None
     growth: GrowthCosts | None = None
+    prefixes: list[PrefixCosts] = field(default_factory=list)
 
     @property
     def agree(self) -> bool:
         """Whether all sides trained the same."""
-        return all(race.agrees for race in self.races) and (self.long is None or self.long.agrees)
+        compared = (*self.races, *self.prefixes, *filter(None, [self.long]))
+        return all(one.agrees for one in compared)
 
 
 def show_machine(console: Console, machine: Machine) -> None:
@@ -274,6 +278,15 @@ def _growth(costs: GrowthCosts) -> dict[str, object]:
     return asdict(costs) | {"nonlinear": costs.nonlinear, "added": costs.added, "missed": costs.missed}
 
 
+def show_prefix(console: Console, costs: PrefixCosts) -> None:
+    """One line a side."""
+    agrees = "agree" if costs.agrees else "DISAGREE"
+    console.print(f"{costs.kind}: {costs.tokens:.0f} tokens a step, losses {agrees}", highlight=False)
+    for side, rows in costs.rows.items():
+        told = f"  beginnings {side}: {rows:.0f} rows, {costs.median_s(side):.2f} s"
+        console.print(f"{told}, {costs.times:.2f}x" if side == SHARED else told, highlight=False)
+
+
 def write_json(path: Path, machine: Machine, settings: object, found: Findings) -> None:
     """Write the file described above; its folder is made where it is not there."""
     document = {
@@ -290,6 +303,7 @@ def write_json(path: Path, machine: Machine, settings: object, found: Findings) 
         "predictions": asdict(found.predictions) if found.predictions is not None else None,
         "choices": asdict(found.choices) if found.choices is not None else None,
         "growth": _growth(found.growth) if found.growth is not None else None,
+        "prefixes": [asdict(one) | {"agrees": one.agrees} for one in found.prefixes],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from muxtune.engine.optim import FlatAdamW
 from muxtune.peft.parameters import FlatParameters
@@ -81,3 +84,29 @@ def test_moments_are_copies_and_none_before_the_first_step() -> None:
     before = kept.clone()
     _step(parameters, optimizer, 1)
     assert torch.equal(kept, before) and not torch.equal(kept, optimizer.moments()["exp_avg"])
+
+
+def test_a_step_is_one_kernel_whatever_the_adapter_is_made_of() -> None:
+    """Fused AdamW once, on the flat buffer; beside it a norm and a scaling, and nothing a parameter."""
+    parameters = _parameters()
+    optimizer = FlatAdamW(parameters, weight_decay=0.1, max_grad_norm=1e-3)
+    _step(parameters, optimizer, 0)
+    with _Operators() as ran:
+        optimizer.step(1e-2, optimizer.gradient_norm())
+    names = [name for name, size in ran.large if size == parameters.values.numel()]
+    assert names.count("_fused_adamw_") == 1 and len(names) <= 3
+    assert not [name for name, size in ran.large if size != parameters.values.numel()]
+
+
+class _Operators(TorchDispatchMode):
+    """Names of what runs on more than one number, and on how many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        if isinstance(first, torch.Tensor) and first.numel() > 1:
+            self.large.append((func.overloadpacket.__name__, first.numel()))
+        return func(*args, **(kwargs or {}))

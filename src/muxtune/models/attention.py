@@ -149,7 +149,7 @@ def packed_attention(
         segment = part.segment
         before = [span.keys_values(layer) for span in segment.spans]
         if part.tree is not None:
-            found = tree_attention(attend, part.tree, q, k, v, before)
+            found = tree_attention(attend, part.tree, q, k, v, before, sparing=softcap is not None)
         elif part.count > 1:
             q, k, v = (_apart(rows, part.count) for rows in (q, k, v))
             found = attend(q, k, v)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ROWS = 128
+SPARING_ROWS = 32  # where scores are kept
 
 RowRange = tuple[int, int]  # rows [start, stop)
 Pair = tuple[Tensor, Tensor]
@@ -45,7 +46,7 @@ class Branch:
     seen: tuple[RowRange, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """Rows [start, stop) of the tree, of whole rests, on the keys of some parts of its rows, those of `paths` - a path
     is what one rest sees, itself included. Masks are made once for all layers."""
@@ -97,11 +98,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """`sizes` are those of the parts that its rows are cut into, wherever a branch or what one sees begins or ends."""
+    """`sizes` are those of the parts that its rows are cut into, wherever a branch or what one sees begins or ends.
+    `small` are blocks of fewer rests than `blocks`."""
 
     root: int
     sizes: tuple[int, ...]
     blocks: tuple[Block, ...]
+    small: tuple[Block, ...]
 
     @property
     def rows(self) -> int:
@@ -114,25 +117,44 @@ def grown(branches: Sequence[Branch]) -> Tree:
     cuts = sorted(ends)
     part_at = {start: part for part, start in enumerate(cuts)}
     sizes = tuple(stop - start for start, stop in pairwise(cuts))
-    blocks: list[Block] = []
+    rests: list[Block] = []
     for one in branches[1:]:
         ranges = (*one.seen, (one.start, one.stop))
         path = [part for start, stop in ranges for part in range(part_at[start], part_at[stop])]
-        if not blocks or one.stop - blocks[-1].start > BLOCK_ROWS:
-            blocks.append(Block(one.start, one.start, sizes, []))
-        blocks[-1].stop = one.stop
-        blocks[-1].paths = [*blocks[-1].paths, (one.stop - one.start, path)]
-    return Tree(branches[0].stop, sizes, tuple(blocks))
+        rests.append(Block(one.start, one.stop, sizes, [(one.stop - one.start, path)]))
+    return Tree(branches[0].stop, sizes, _joined(rests, BLOCK_ROWS), _joined(rests, SPARING_ROWS))
+
+
+def _joined(rests: Sequence[Block], rows: int) -> tuple[Block, ...]:
+    """Neighbours as one block, as far as they have so many rows together."""
+    blocks: list[Block] = []
+    for rest in rests:
+        if blocks and rest.stop - blocks[-1].start <= rows:
+            first = blocks.pop()
+            rest = Block(first.start, rest.stop, rest.sizes, [*first.paths, *rest.paths])
+        blocks.append(rest)
+    return tuple(blocks)
 
 
 def tree_attention(
-    attend: Attend, tree: Tree, q_1HTK: Tensor, k_1GTK: Tensor, v_1GTK: Tensor, before: Sequence[Pair] = ()
+    attend: Attend,
+    tree: Tree,
+    q_1HTK: Tensor,
+    k_1GTK: Tensor,
+    v_1GTK: Tensor,
+    before: Sequence[Pair] = (),
+    *,
+    sparing: bool = False,
 ) -> Tensor:
-    """[1, H, T, K]. `before`: keys and values that all branches see before anything else, [1, G, P, K] each."""
-    root_1HSK, *rest = q_1HTK.split([tree.root, *(block.stop - block.start for block in tree.blocks)], dim=2)
+    """[1, H, T, K]. `before`: keys and values that all branches see before anything else, [1, G, P, K] each.
+
+    `sparing`: scores that a mask hides are few, where they are kept for the backward pass.
+    """
+    blocks = tree.small if sparing else tree.blocks
+    root_1HSK, *rest = q_1HTK.split([tree.root, *(block.stop - block.start for block in blocks)], dim=2)
     found = [attend(root_1HSK, *after(before, k_1GTK[:, :, : tree.root], v_1GTK[:, :, : tree.root]))]
     keys, values = k_1GTK.split(tree.sizes, dim=2), v_1GTK.split(tree.sizes, dim=2)
-    for block, own_1HSK in zip(tree.blocks, rest, strict=True):
+    for block, own_1HSK in zip(blocks, rest, strict=True):
         *seen, (k, v) = [(keys[part], values[part]) for part in block.parts]
         found.append(attend(own_1HSK, *after([*before, *seen], k, v), shape=block))
     return torch.cat(found, dim=2)

@@ -143,7 +143,7 @@ def test_segments_of_equal_length_are_each_as_alone_bit_for_bit(name: str, rows:
         return [output.detach().transpose(1, 2), *(leaf.grad for leaf in leaves)]
 
     context = [Segment(rows)] * count + [Segment(2)]
-    assert len(AttentionContext(context).runs) == (count + 1 if rows == 1 else 1 if rows == 2 else 2)
+    assert len(AttentionContext(context).parts) == (count + 1 if rows == 1 else 1 if rows == 2 else 2)
     together = run(slice(None), context)
     for index in range(count):
         own = slice(index * rows, (index + 1) * rows)

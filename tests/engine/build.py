@@ -20,7 +20,7 @@ from muxtune.engine.engine import Engine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task import Sequences, Task
 from muxtune.models import attention
-from muxtune.models.backbone import Backbone
+from muxtune.models.backbone import DEFAULT_BLOCK, Backbone, BlockName
 from muxtune.peft.dropout import keep_mask, row_keys
 from muxtune.peft.registry import build_adapter
 from muxtune.spec.event import RunEvent, StepResult
@@ -96,9 +96,11 @@ def exact(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def backbone_of(arch: str = "llama", dtype: torch.dtype = torch.float32, *, layers: int = 2) -> Backbone:
+def backbone_of(
+    arch: str = "llama", dtype: torch.dtype = torch.float32, *, layers: int = 2, block: BlockName = DEFAULT_BLOCK
+) -> Backbone:
     attention.register()
-    return Backbone(tiny_model(arch, dtype=dtype, layers=layers))
+    return Backbone(tiny_model(arch, dtype=dtype, layers=layers), block)
 
 
 def attach(engine: Engine, trial: Trial, examples: Sequence[TokenSequence] | None = None) -> Task:

@@ -39,7 +39,7 @@ def adapted_pass(backbone: Backbone, *, recompute: bool = False) -> Tensor:
     """The last rows of a pass with an adapter at every linear."""
     leaf = torch.zeros(1, requires_grad=True)
     context = AttentionContext([Segment(LENGTH)] * (ROWS // LENGTH))
-    current = Pass(context, {name: lambda op, x: _Adapted.apply(x, op, leaf) for name in backbone.attach_points})
+    current = Pass(context, {name: lambda op, x: _Adapted.apply(x, op, leaf) for name in backbone.products})
     positions = torch.arange(LENGTH).repeat(ROWS // LENGTH)
     return backbone.hidden(torch.zeros(ROWS, dtype=torch.long), positions, current, recompute=recompute)
 

@@ -73,6 +73,7 @@ class ChainTrial:
     ) -> None:
         self._watch = watch
         self._adapter = adapter
+        self._joined = backbone.groups
         layout = Layout()
         for length in lengths:
             layout.add(np.arange(length, dtype=np.int32) % backbone.vocabulary, adapter)
@@ -108,7 +109,9 @@ class ChainTrial:
         if self._adapter.stochastic:
             example_t, position_t = np.zeros(self._stop, np.int64), np.arange(self._stop)
             keys = row_keys(0, 0, example_t, position_t, self._laid.ids_T.device)
-        return Pass(context, hooks([Dispatch(0, self._stop, self._adapter, keys)]), self._laid.given)
+        return Pass(
+            context, hooks([Dispatch(0, self._stop, self._adapter, keys)], joined=self._joined), self._laid.given
+        )
 
 
 def _windows(blocks: Sequence[Block], rotating: bool) -> list[Sequence[Block]]:

@@ -90,7 +90,7 @@ def run_decode(
             gathered.append(Dispatch(first, len(lasts), adapter, None))
     rows = layout.finish(backbone.device)
     context = AttentionContext(rows.segments, source.cache)
-    current = Pass(context, hooks(dispatches, plain=plain), rows.given)
+    current = Pass(context, hooks(dispatches, plain=plain, joined=backbone.groups), rows.given)
     hidden_TD = backbone.hidden(rows.ids_T, rows.positions_T, current)
     last_ND = hidden_TD[list(lasts.values())]
     last_ND = F.pad(last_ND, (0, 0, 0, -len(lasts) % ROW_MULTIPLE))

@@ -198,7 +198,7 @@ class Executor:
             if rows.item.task is not None
         ]
         rows = packed.rows
-        hooked = hooks(dispatches, plain=self._plain, grouping=self._grouping)
+        hooked = hooks(dispatches, plain=self._plain, grouping=self._grouping, joined=self._backbone.groups)
         current = Pass(AttentionContext(rows.segments, self._cut.carry), hooked, rows.given)
         return self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=recompute)
 

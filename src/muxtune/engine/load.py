@@ -8,7 +8,7 @@ import torch
 
 from muxtune.errors import ConfigError
 from muxtune.models import attention
-from muxtune.models.backbone import Backbone
+from muxtune.models.backbone import DEFAULT_BLOCK, Backbone, BlockName
 from muxtune.models.probe import check_support, model_logits
 from muxtune.models.sources import ModelFolder
 from muxtune.models.weights import load_model
@@ -18,9 +18,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def load_backbone(
-    folder: ModelFolder, *, device: str = "auto", dtype: DTypeName = "auto", num_hidden_layers: int | None = None
+    folder: ModelFolder,
+    *,
+    device: str = "auto",
+    dtype: DTypeName = "auto",
+    num_hidden_layers: int | None = None,
+    block: BlockName = DEFAULT_BLOCK,
 ) -> Backbone:
-    """Load, freeze and probe. `num_hidden_layers` keeps the first layers only, for fast checks.
+    """Load, freeze and probe. `num_hidden_layers` keeps the first layers only, for fast checks; `block` is what runs a
+    layer (`muxtune.models.backbone`).
 
     Raises ModelError where the model cannot be read or would be trained wrong, ConfigError where the device is not
     there.
@@ -35,7 +41,7 @@ def load_backbone(
         num_hidden_layers=num_hidden_layers,
     )
     expected = model_logits(model, model.get_output_embeddings().weight.shape[0])
-    backbone = Backbone(model)
+    backbone = Backbone(model, block)
     check_support(backbone, expected)
     return backbone
 

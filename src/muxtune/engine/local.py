@@ -47,7 +47,7 @@ from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
 from muxtune.errors import ConfigError, StateError, TaskError
-from muxtune.models.backbone import Backbone
+from muxtune.models.backbone import DEFAULT_BLOCK, Backbone, BlockName
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.peft.folder import require_free, write_adapter, writing
@@ -100,9 +100,19 @@ class LocalEngine(Engine):
             base_model = resolve(name, cache_dir=cache)
         self.base = base_model
         self.preparer = Preparer(self.base.path, cache_dir=cache / "tokens")
-        backbone = load_backbone(self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers)
+        block: BlockName = "transformers" if plain else DEFAULT_BLOCK
+        backbone = load_backbone(
+            self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers, block=block
+        )
+        threads = torch.get_num_threads()
         ground = ground_of(
-            self.base.weights_sha256, backbone.dtype, backbone.device, torch.get_num_threads(), num_hidden_layers, plain
+            self.base.weights_sha256,
+            backbone.dtype,
+            backbone.device,
+            threads,
+            num_hidden_layers,
+            plain,
+            backbone.block,
         )
         table = partial(_table, backbone, cache, self.base.public_name, notice)
         super().__init__(

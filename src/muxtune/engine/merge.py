@@ -56,7 +56,7 @@ def _adapted_logits(base: ModelFolder, folder: Path, prompt: Prompt) -> tuple[Te
     found = []
     both: tuple[list[Dispatch], ...] = ([], [Dispatch(0, rows, adapter, None)])
     for dispatches in both:
-        current = Pass(AttentionContext([Segment(rows)]), hooks(dispatches))
+        current = Pass(AttentionContext([Segment(rows)]), hooks(dispatches, joined=backbone.groups))
         hidden_TD = backbone.hidden(ids_T, torch.arange(rows), current)
         found.append(backbone.head.logits(hidden_TD, hooked_rows(dispatches, backbone.head)))
     return found[0], found[1]

@@ -130,6 +130,7 @@ def key_of(backbone: Backbone, *, device: torch.device | None = None, dtype: tor
         shapes,
         backbone.config.model_type,
         backbone.attention_shape,
+        backbone.block,
         backbone.max_positions,
         device_name(device or backbone.device),
         dtype_name(dtype or backbone.dtype),

@@ -100,7 +100,7 @@ class Op:
             return own
         x_TI = x.reshape(-1, self.in_features)
         y_TO = hook(self, x_TI) if hook is not None else self.forward(x_TI)
-        return y_TO.view(*x.shape[:-1], self.out_features)
+        return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], self.out_features)
 
 
 class LinearOp(Op):
@@ -163,6 +163,11 @@ class MlpOp(Op):
     ) -> None:
         super().__init__(name, module, slot, roles=roles, layer=layer)
         self.in_features = self.out_features = width
+        self.run: Callable[[Tensor], Tensor] | None = None  # [T, D] -> [T, D], where it is not the module that runs
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """The sublayer; hooks of its linears take part."""
+        return self.run(x_TI) if self.run is not None else super().forward(x_TI)
 
 
 def install(layers: Mapping[str, nn.Module], slot: PassSlot, recipe: Recipe, width: int) -> dict[str, Op]:

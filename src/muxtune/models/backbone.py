@@ -3,7 +3,8 @@
 The engine drives the chain; nothing family-specific is written again. `begin` runs the model's own forward pass with
 its decoder layers recorded instead of run: that yields the rows that enter the first layer (embedding scales, learned
 positions and input projections included) and the arguments the model would hand each layer (rotary tables among them).
-A `Block` then runs one layer; transformers' modules are the general block. `finish` applies what follows the layers.
+A `Block` then runs one layer; transformers' modules are the general block and the plain twin, and there is a fast one
+for the LLaMA shape (`muxtune.models.fast_block`). `finish` applies what follows the layers.
 The support probe (`muxtune.models.probe`) compares this composition with the untouched model at load.
 
 Nothing here ever asks for a weight gradient: parameters are frozen, and rows below the lowest adapter carry no graph.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from muxtune.errors import ModelError
 from muxtune.models.attach import LinearOp, NormOp, Op, Pass, PassSlot, install, is_norm
 from muxtune.models.attention import ATTENTION_NAME
 from muxtune.models.embedding import TokenEmbedding
+from muxtune.models.fast_block import FastBlock, join_layer, supported
+from muxtune.models.joined import LinearGroup
 from muxtune.models.loss import Head
 from muxtune.models.recipes import Recipe, recipe_for
 from muxtune.models.recompute import recomputed
@@ -34,6 +37,10 @@ from muxtune.spec.peft import Place
 _Call = tuple[
     Tensor, tuple[Any, ...], dict[str, Any]
 ]  # the rows, positional and keyword arguments a layer is called with
+
+
+BlockName = Literal["transformers", "fast"]
+DEFAULT_BLOCK: BlockName = "transformers"
 
 
 class Block(Protocol):
@@ -97,10 +104,11 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
 class Backbone:
     """A loaded model whose layers this program drives. Loaded once, never changed.
 
-    Raises ModelError where the model's parts cannot be found.
+    `block` is what runs a layer; `fast` falls back to `transformers` for a model that it does not know, and the
+    attribute says what became of it. Raises ModelError where the model's parts cannot be found.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, block: BlockName = DEFAULT_BLOCK) -> None:
         self.model = model.eval().requires_grad_(False)
         if model.config._attn_implementation != ATTENTION_NAME:
             model.set_attn_implementation(ATTENTION_NAME)
@@ -112,6 +120,11 @@ class Backbone:
         self.slot = PassSlot()
         self._notes: list[_Call] = []
         prefix = f"{self.recipe.body}.{self.recipe.layers}"
+        known = all(supported(self.recipe, self.config, layer) for layer in layers)
+        self.block: BlockName = block if known else "transformers"
+        if self.block == "fast":
+            for layer in layers:
+                join_layer(layer)
         self.ops: dict[str, Op] = install(
             {f"{prefix}.{index}": layer for index, layer in enumerate(layers)},
             self.slot,
@@ -123,9 +136,21 @@ class Backbone:
         self.attach_points: dict[str, LinearOp] = {
             name: op for name, op in self.ops.items() if isinstance(op, LinearOp)
         }
-        self.blocks: list[Block] = [TransformersBlock(index, layer, self.slot) for index, layer in enumerate(layers)]
+        self.groups: tuple[LinearGroup, ...] = ()
+        self.blocks = self._blocks(prefix, list(layers))
         for layer in layers:
             layer.__dict__["forward"] = _Recorder(self.slot, self._notes)
+
+    def _blocks(self, prefix: str, layers: Sequence[nn.Module]) -> list[Block]:
+        if self.block == "transformers":
+            return [TransformersBlock(index, layer, self.slot) for index, layer in enumerate(layers)]
+        shape = self.attention_shape
+        fast = [
+            FastBlock(index, f"{prefix}.{index}", layer, self.ops, self.slot, self.config, shape)
+            for index, layer in enumerate(layers)
+        ]
+        self.groups = tuple(group for block in fast for group in block.groups)
+        return list(fast)
 
     def _install_after(self) -> list[Callable[[Tensor], Tensor]]:
         """What follows the layers, in order; the modules themselves then pass the rows on, as `begin` needs."""
@@ -150,6 +175,13 @@ class Backbone:
     @property
     def dtype(self) -> torch.dtype:
         return self.head.weight_VD.dtype
+
+    @property
+    def products(self) -> dict[str, LinearOp | LinearGroup]:
+        """The linears of the layers as they run, by what a pass's hooks call them: joined ones as one."""
+        joined = {member.name for group in self.groups for member in group.members}
+        alone = {name: op for name, op in self.attach_points.items() if name not in joined}
+        return {group.name: group for group in self.groups} | alone
 
     @property
     def max_positions(self) -> int | None:
@@ -191,6 +223,8 @@ class Backbone:
     def begin(self, ids_T: Tensor, positions_T: Tensor, current: Pass) -> Prelude:
         """Everything before the first layer, for T packed rows. Only given rows and what hooks the embedding can need a
         gradient there."""
+        joined = {member.name for group in self.groups for member in group.members}
+        assert joined.isdisjoint(current.hooks), "a linear of a group is hooked by itself"
         self._notes.clear()
         self.slot.current = current
         hook = current.hooks.get(self.embedding.name)

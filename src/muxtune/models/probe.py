@@ -90,12 +90,13 @@ def _composed_logits(backbone: Backbone, sequences: list[Tensor]) -> tuple[list[
 @torch.no_grad()
 def rows_invariant(backbone: Backbone) -> bool:
     """Whether 16 rows give the same bits alone and inside larger batches, for every distinct frozen weight shape, and
-    rows of every width are aligned.
+    rows of every width are aligned. Linears that run as one product are asked as that product.
 
     MKL's usual mode, on a CPU with AVX-512, changes how it sums from 64, 192, 448 or 1,536 rows on, by shape.
     """
-    shapes = {op.weight.shape: op.weight for op in backbone.attach_points.values()}
+    shapes = {op.weight_OI.shape: op.weight_OI for op in backbone.products.values()}
     widths = {backbone.embedding.width, *(width for shape in shapes for width in shape)}
+    widths |= {op.out_features for op in backbone.attach_points.values()}  # where columns of joined linears begin
     if any(width * backbone.dtype.itemsize % ALIGNMENT_BYTES for width in widths):
         return False
     return all(_weight_invariant(weight, _BATCHES) for weight in shapes.values()) and _weight_invariant(

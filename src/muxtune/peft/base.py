@@ -66,6 +66,14 @@ class LinearBase(BaseOp, Protocol):
     def input_gradient(self, grad_TO: Tensor) -> Tensor: ...
 
 
+class JoinedLinears(LinearBase, Protocol):
+    """Linears that read the same rows, as one operator: its output is theirs, side by side in the order of `members`.
+    Modules hook the members; a hook gets this."""
+
+    @property
+    def members(self) -> Sequence[LinearBase]: ...
+
+
 class NormBase(BaseOp, Protocol):
     """A norm over the model dimension; `parameters` are its weight and perhaps its bias."""
 

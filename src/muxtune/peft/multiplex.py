@@ -4,8 +4,8 @@
 (whose rows are ids and have no gradient), the fast path is a single autograd node: its forward runs the frozen operator
 and lets each module aggregate, in place; its backward computes the input gradient once and writes parameter gradients
 straight into the tasks' buffers. The steps are those of `muxtune.peft.base.HandWritten`; a module that does not come by
-hand is dressed as one (`muxtune.peft.traced`). Norms and sublayers have no closed-form backward here and stay under
-autograd.
+hand is dressed as one (`muxtune.peft.traced`). Linears that the backbone runs as one product are one node together
+(`muxtune.peft.joined`). Norms and sublayers have no closed-form backward here and stay under autograd.
 
 The twin (`plain=True`) says everything through autograd with split and concatenation.
 
@@ -15,7 +15,6 @@ Legend: T rows of a micro-batch, t rows of one task, I input features, O output 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, cast
@@ -23,43 +22,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from muxtune.peft.base import AdapterModule, BaseOp, Dispatch, HandWritten, LinearBase
-from muxtune.peft.dropout import RowKeys
-from muxtune.peft.grouped import Rule, measured, never, runs
-from muxtune.peft.traced import Traced
+from muxtune.peft.base import BaseOp, Dispatch, HandWritten, JoinedLinears, LinearBase
+from muxtune.peft.grouped import Rule, measured, never
+from muxtune.peft.joined import Lane, apply_joined, apply_joined_plain
+from muxtune.peft.shares import Shares, shares
 
 Hook = Callable[[BaseOp, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """A module and the rows it gets: part `part` of the rows as `_Shares.sizes` splits them."""
-
-    part: int
-    module: AdapterModule
-    keys: RowKeys | None
-
-    def steps(self, training: bool) -> HandWritten:
-        return cast("HandWritten", self.module) if self.module.by_hand else Traced(self.module, training)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shares:
-    """What happens at one attach point. Rows are split once for all modules, those of nobody into parts of their own:
-    a split costs a third of as many slices, and its backward is one concatenation. The last part is the rest."""
-
-    sizes: tuple[int, ...]
-    members: tuple[_Share, ...]
-
-    def split(self, rows_TX: Tensor) -> tuple[Tensor, ...]:
-        rest = rows_TX.shape[0] - sum(self.sizes)
-        return rows_TX.split_with_sizes((*self.sizes, rest))
-
-
-def hooks(dispatches: Sequence[Dispatch], *, plain: bool = False, grouping: Rule = measured) -> dict[str, Hook]:
+def hooks(
+    dispatches: Sequence[Dispatch],
+    *,
+    plain: bool = False,
+    grouping: Rule = measured,
+    joined: Sequence[JoinedLinears] = (),
+) -> dict[str, Hook]:
     """Attach point -> hook, for the attach points that any of the adapters hooks. Dispatched rows must not overlap.
 
     `grouping` says where modules of a kind run as one (`muxtune.peft.grouped`); the plain twin knows no such thing.
+    `joined` are the linears that the backbone runs as one: they have one hook, by the group's name.
     """
     ordered = sorted(dispatches, key=lambda item: item.start)
     assert all(item.start < item.stop for item in ordered), "dispatched rows overlap, or there are none"
@@ -69,24 +50,34 @@ def hooks(dispatches: Sequence[Dispatch], *, plain: bool = False, grouping: Rule
         for name in dispatch.adapter.modules:
             at_point.setdefault(name, []).append(dispatch)
     apply, rule = (_apply_plain, never) if plain else (_apply, grouping)
-    return {name: _hook(partial(_shares, name, present, rule), apply) for name, present in at_point.items()}
+    found = _joined_hooks(at_point, joined, rule, plain=plain) if joined else {}
+    return found | {name: _hook(partial(shares, name, present, rule), apply) for name, present in at_point.items()}
 
 
-def _shares(name: str, dispatches: Sequence[Dispatch], rule: Rule) -> _Shares:
-    sizes: list[int] = []
-    members: list[_Share] = []
-    done = 0
-    for run in runs(name, dispatches, rule):
-        assert done <= run.start < run.stop, "dispatched rows overlap"
-        if run.start > done:
-            sizes.append(run.start - done)
-        sizes.append(run.stop - run.start)
-        members.append(_Share(len(sizes) - 1, run.module, run.keys))
-        done = run.stop
-    return _Shares(tuple(sizes), tuple(members))
+def _joined_hooks(
+    at_point: dict[str, list[Dispatch]], joined: Sequence[JoinedLinears], rule: Rule, *, plain: bool
+) -> dict[str, Hook]:
+    """Those of the groups; takes the members out of `at_point`."""
+    found: dict[str, Hook] = {}
+    for group in joined:
+        here = [(index, member.name) for index, member in enumerate(group.members) if member.name in at_point]
+        if here:
+            found[group.name] = _joined_hook([(index, name, at_point.pop(name)) for index, name in here], rule, plain)
+    return found
 
 
-def _hook(shares: Callable[[], _Shares], apply: Callable[[BaseOp, Tensor, _Shares], Tensor]) -> Hook:
+def _joined_hook(hooked: Sequence[tuple[int, str, Sequence[Dispatch]]], rule: Rule, plain: bool) -> Hook:
+    """`hooked`: index among the members, attach point, dispatches."""
+    found = cache(lambda: [Lane(index, shares(name, present, rule)) for index, name, present in hooked])
+    apply = apply_joined_plain if plain else apply_joined
+
+    def hook(op: BaseOp, x_TI: Tensor) -> Tensor:
+        return apply(cast("JoinedLinears", op), x_TI, found())
+
+    return hook
+
+
+def _hook(shares: Callable[[], Shares], apply: Callable[[BaseOp, Tensor, Shares], Tensor]) -> Hook:
     """Nothing is shared out at an attach point that the pass does not come to (the head)."""
     found = cache(shares)
 
@@ -96,7 +87,7 @@ def _hook(shares: Callable[[], _Shares], apply: Callable[[BaseOp, Tensor, _Share
     return hook
 
 
-def _apply(op: BaseOp, x_TI: Tensor, shares: _Shares) -> Tensor:
+def _apply(op: BaseOp, x_TI: Tensor, shares: Shares) -> Tensor:
     if op.kind not in ("linear", "embedding"):
         return _apply_plain(op, x_TI, shares)
     anchor = shares.members[0].module.parameters[0]
@@ -110,7 +101,7 @@ class _Multiplexed(torch.autograd.Function):
     depends on trained values even where the input does not; all parameters' gradients are written in `backward`."""
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, anchor: Tensor, op: LinearBase, shares: _Shares, training: bool) -> Tensor:
+    def forward(ctx: Any, x_TI: Tensor, anchor: Tensor, op: LinearBase, shares: Shares, training: bool) -> Tensor:
         x_parts = shares.split(x_TI)
         steps = [share.steps(training) for share in shares.members]
         seen = {
@@ -132,7 +123,7 @@ class _Multiplexed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad_y_TO,) = grads
         (x_TI,) = ctx.saved_tensors
-        shares: _Shares = ctx.shares
+        shares: Shares = ctx.shares
         steps: list[HandWritten] = ctx.steps
         if any(step.rescales for step in steps):
             grad_y_TO = grad_y_TO.clone(memory_format=torch.contiguous_format)  # others may hold this gradient too
@@ -151,7 +142,7 @@ class _Multiplexed(torch.autograd.Function):
         return grad_x_TI if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
-def _apply_plain(op: BaseOp, x_TI: Tensor, shares: _Shares) -> Tensor:
+def _apply_plain(op: BaseOp, x_TI: Tensor, shares: Shares) -> Tensor:
     x_parts = shares.split(x_TI)
     entries = {
         share.part: share.module.input_rows(x_parts[share.part], share.keys)

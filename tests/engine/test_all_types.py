@@ -49,7 +49,7 @@ def test_each_frozen_operator_runs_once_on_the_rows_of_all_types(
     attention.register()
     model = tiny_model(arch)
     calls = Calls(model, monkeypatch)
-    backbone = Backbone(model)
+    backbone = Backbone(model, "transformers")
     engine = Engine(backbone, recompute=recompute)
     rows = _rows(engine, [attach(engine, trial) for trial in _one_chunk(arch)])
     linears = set(backbone.attach_points)
@@ -66,7 +66,7 @@ def test_each_frozen_operator_runs_once_on_the_rows_of_all_types(
 def test_each_weight_is_read_once_forward_and_once_backward(arch: str) -> None:
     """For all types together, as for one. DoRA with dropout reads the weight once more, on its own rows; it and what is
     done once an optimizer step stay out of this."""
-    backbone = backbone_of(arch)
+    backbone = backbone_of(arch, block="transformers")
     engine = Engine(backbone)
     trials = [trial for trial in _one_chunk(arch) if trial.name != "dora"]
     tasks = [attach(engine, trial) for trial in trials]

@@ -14,10 +14,11 @@ from torch import Tensor
 from muxtune.engine.engine import Engine
 from muxtune.engine.load import load_backbone
 from muxtune.engine.local import LocalEngine
+from muxtune.engine.task import Sequences
 from muxtune.models.backbone import DEFAULT_BLOCK, Backbone, BlockName
 from muxtune.models.sources import resolve
 from muxtune.plan.types import MicroBatch
-from muxtune.spec.peft import IA3, Lora, PromptTuning
+from muxtune.spec.peft import IA3, BitFit, LnTuning, Lora, PeftBase, PromptTuning
 from tests.engine.build import attach as attach_lora
 from tests.engine.build import backbone_of, exact, mixed_trials
 from tests.engine.cast import cast
@@ -196,6 +197,17 @@ def test_a_pass_takes_no_more_memory_than_the_twins(arch: str, recompute: bool) 
         engine.forward_backward(batches)  # whatever is made once
         peaks[block] = peak_bytes(lambda engine=engine, batches=batches: engine.forward_backward(batches))
     assert peaks["fast"] < peaks["transformers"]
+
+
+@pytest.mark.parametrize("spec", [LnTuning(), Lora(), IA3(), BitFit()], ids=lambda spec: spec.type)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_fresh_adapter_leaves_the_function_as_it_is_to_the_bit(arch: str, spec: PeftBase) -> None:
+    engine = Engine(_backbone(arch, torch.float32))
+    trial = PeftTrial("fresh", spec, [3, 20, 7])
+    task = engine.attach(trial.job, Sequences(trial.examples))
+    adapted = engine.forward({task: task.data.train})["fresh"].logprobs
+    task.adapter.modules = {}
+    assert engine.forward({task: task.data.train})["fresh"].logprobs == adapted
 
 
 def test_loading_chooses_it_and_the_plain_engine_has_the_twin(tiny_llama: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_each_module_of_the_backbone_runs_once_on_the_rows_of_all_tasks(
     attention.register()
     model, trials = tiny_model(arch), _four(arch)
     calls = Calls(model, monkeypatch)
-    backbone = Backbone(model)
+    backbone = Backbone(model, "transformers")
     engine = Engine(backbone)
     _, record = _one_micro_batch(engine, trials)
     total = sum(sum(trial.lengths) for trial in trials)
@@ -55,7 +55,7 @@ def test_each_module_of_the_backbone_runs_once_on_the_rows_of_all_tasks(
 @pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
 @pytest.mark.parametrize("arch", ["llama", "llama-tied", "gemma2", "gpt2", "opt-350m"])
 def test_one_product_forward_one_backward_and_nothing_shaped_like_a_weight(arch: str, plain: bool) -> None:
-    backbone = backbone_of(arch)
+    backbone = backbone_of(arch, block="transformers")
     engine = Engine(backbone, plain=plain)
     weights = {name: op.weight for name, op in backbone.attach_points.items()}
     with Products(weights | {"head": backbone.head.weight_VD}, backbone.model) as seen:
@@ -72,7 +72,7 @@ def test_one_product_forward_one_backward_and_nothing_shaped_like_a_weight(arch:
 
 
 def test_nothing_below_the_lowest_adapter_takes_part_in_the_backward_pass() -> None:
-    backbone = backbone_of("llama", layers=3)
+    backbone = backbone_of("llama", layers=3, block="transformers")
     engine = Engine(backbone)
     weights = {name: op.weight for name, op in backbone.attach_points.items()}
     with Products(weights, backbone.model) as seen:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from muxtune.engine.engine import Engine
-from muxtune.models.backbone import Backbone, TransformersBlock
+from muxtune.models.backbone import Backbone
 from muxtune.models.memory import footprint
 from muxtune.spec.peft import LnTuning, Lora, PeftBase, PrefixTuning
 from tests.engine import runs
@@ -170,7 +170,8 @@ def test_a_run_that_does_not_fit_otherwise_recomputes_and_says_so(
     between = needs.recomputed().activation_bytes(wide, 60) * 3 // 2
     assert between < 0.7 * needs.activation_bytes(wide, 60)
     ended, runs_of_blocks = {}, Counter[str]()
-    forward = TransformersBlock.forward
+    block = type(backbone_of().blocks[0])
+    forward = block.forward
     for name, free in (("roomy", 10**9), ("tight", needs.weights_bytes + 500_000 + between)):
         monkeypatch.setattr("muxtune.engine.training.memory_here", lambda device, free=free: (0, free))
 
@@ -178,7 +179,7 @@ def test_a_run_that_does_not_fit_otherwise_recomputes_and_says_so(
             runs_of_blocks[name] += torch.is_grad_enabled()
             return forward(*arguments, **keywords)
 
-        monkeypatch.setattr(TransformersBlock, "forward", counted)
+        monkeypatch.setattr(block, "forward", counted)
         run = runs.run_of(model, disk / name, [runs.job(data, "sql", **changes)])
         events = runs.train(run, cache_dir=cache)
         warnings = [event.message for event in events if getattr(event, "kind", None) == "warning"]

@@ -90,7 +90,7 @@ def test_a_pass_that_raises_leaves_no_pass_behind() -> None:
     def fails(op: LinearOp, x_TI: Tensor) -> Tensor:
         raise MemoryError("no room")
 
-    name = next(iter(backbone.attach_points))
+    name = next(iter(backbone.products))
     with pytest.raises(MemoryError):
         backbone.hidden(*_packed(_sequences(), {name: fails}))
     assert backbone.slot.current is None

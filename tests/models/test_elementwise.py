@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from muxtune.models.elementwise import HeadShape, RmsNorm, add_rms_norm, heads, swiglu
+from muxtune.models.elementwise import HeadShape, RmsNorm, add_rms_norm, heads, rms_norm, swiglu
 from tests.exact import exact_fp64
 
 T, D, FFN, H, G, K = 5, 12, 7, 3, 2, 8
@@ -61,6 +61,21 @@ def test_a_norm_of_a_sum() -> None:
             [_rows(2, T, D), _rows(3, T, D)],
         )
         _agree(lambda x: add_rms_norm(x, None, norm), lambda x: (x, _theirs(norm, x)), [_rows(2, T, D)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_norm_whose_weight_trains_is_the_same_to_the_bit(dtype: torch.dtype) -> None:
+    norm, x = _norm(D, 1, dtype), _rows(2, T, D, dtype=dtype)
+    assert torch.equal(rms_norm(x, norm.weight_X, norm.epsilon), add_rms_norm(x, None, norm)[1])
+
+
+def test_a_norm_whose_weight_trains_has_transformers_gradients() -> None:
+    with exact_fp64():
+        _agree(
+            lambda x, w: (rms_norm(x, w, EPSILON),),
+            lambda x, w: (w * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)),),
+            [_rows(2, T, D), _rows(3, D)],
+        )
 
 
 def test_a_norm_is_rounded_where_transformers_rounds_it() -> None:

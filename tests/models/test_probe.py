@@ -26,7 +26,7 @@ def _registered() -> None:
 def _check(model: PreTrainedModel, spoil: Callable[[PreTrainedModel], None] = lambda model: None) -> None:
     """As loading does it; `spoil` changes the composed model after the untouched one has answered."""
     expected = model_logits(model, VOCAB)
-    backbone = Backbone(model)
+    backbone = Backbone(model, "transformers")
     spoil(model)
     check_support(backbone, expected)
 

@@ -144,9 +144,12 @@ class NormOp(Op):
         super().__init__(name, module, slot, roles=roles, layer=layer)
         self.parameters = {key: value.detach() for key, value in module.named_parameters(recurse=False)}
         self.in_features = self.out_features = int(self.parameters["weight"].shape[0])
+        self.run_with: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None  # where a block has its own
 
     def forward_with(self, parameters: Mapping[str, Tensor], x_tD: Tensor) -> Tensor:
         """The same normalisation with other values of its parameters, through autograd."""
+        if self.run_with is not None:
+            return self.run_with(parameters, x_tD)
         twin = copy.copy(self._module)
         twin.__dict__["_parameters"] = {**self._module._parameters, **parameters}
         y: Tensor = self._own_forward(twin, x_tD[None])[0]

@@ -53,6 +53,15 @@ def add_rms_norm(x_TD: Tensor, delta_TD: Tensor | None, norm: RmsNorm) -> tuple[
     return both
 
 
+def rms_norm(x_X: Tensor, weight_X: Tensor, epsilon: float) -> Tensor:
+    """The norm alone, through autograd, for a weight that trains: the same arithmetic to the bit."""
+    wide_X = x_X.to(torch.promote_types(x_X.dtype, torch.float32))
+    squares_1: Tensor = torch.linalg.vector_norm(wide_X, dim=-1, keepdim=True).square()
+    normed_X: Tensor = wide_X * (squares_1 / x_X.shape[-1] + epsilon).rsqrt()
+    y_X: Tensor = normed_X.to(x_X.dtype) * weight_X
+    return y_X
+
+
 def heads(qkv_TO: Tensor, cos_TK: Tensor, sin_TK: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [1, H, T, K] and keys [1, G, T, K], normalised if they are to be and rotated, and values [1, G, T, K].
 

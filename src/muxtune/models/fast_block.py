@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from muxtune.models.attach import LinearOp, MlpOp, NormOp, Op, Pass, PassSlot
 from muxtune.models.attention import packed_attention
-from muxtune.models.elementwise import HeadShape, RmsNorm, add_rms_norm, heads, swiglu
+from muxtune.models.elementwise import HeadShape, RmsNorm, add_rms_norm, heads, rms_norm, swiglu
 from muxtune.models.joined import LinearGroup, join_weights, joinable
 from muxtune.models.recipes import LLAMA, Recipe
 
@@ -48,7 +48,7 @@ def supported(recipe: Recipe, config: PreTrainedConfig, layer: nn.Module) -> boo
     modules = dict(layer.named_modules())
     family = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
     homes = (family, "transformers.activations", "torch.nn.modules.linear", "torch.nn.modules.activation")
-    if any(type(module).__module__ not in homes or "forward" in module.__dict__ for module in modules.values()):
+    if any(type(module).__module__ not in homes for module in modules.values()):
         return False
     modules.pop("")
     norms = _NORMS + _HEAD_NORMS if config.model_type == "qwen3" else _NORMS
@@ -132,6 +132,10 @@ class _Norm:
         assert isinstance(op, NormOp)
         self._op = op
         self._norm = _frozen(module)
+        op.run_with = self._with
+
+    def _with(self, parameters: Mapping[str, Tensor], x_tD: Tensor) -> Tensor:
+        return rms_norm(x_tD, parameters["weight"], self._norm.epsilon)
 
     def __call__(self, x_TD: Tensor, delta_TD: Tensor | None, current: Pass) -> tuple[Tensor, Tensor]:
         """(the stream, its norm)."""

@@ -42,6 +42,7 @@ def test_wrong_use_is_told(shell: Shell, tiny_llama: Path) -> None:
     for arguments, told in (
         (["nothing-like-it"], "there is no model 'nothing-like-it'"),
         ([str(tiny_llama), "--dtype", "int4"], "--dtype"),
+        ([str(tiny_llama), "--block", "slow"], "--block"),
         ([str(tiny_llama), "--threads", "0"], "--threads: must be at least 1"),
         ([str(tiny_llama), "--threads", "99999999"], "--threads: must be at most 4096"),
         ([str(tiny_llama), "--device", "banana"], "--device: should be auto, cpu, cuda or cuda:N, got 'banana'"),

@@ -20,7 +20,7 @@ from muxtune.engine.engine import Engine
 from muxtune.engine.runner import Runner
 from muxtune.engine.task import Sequences, Task
 from muxtune.models import attention
-from muxtune.models.backbone import DEFAULT_BLOCK, Backbone, BlockName
+from muxtune.models.backbone import Backbone, BlockChoice
 from muxtune.peft.dropout import keep_mask, row_keys
 from muxtune.peft.registry import build_adapter
 from muxtune.spec.event import RunEvent, StepResult
@@ -97,7 +97,7 @@ def exact(dtype: torch.dtype) -> Iterator[None]:
 
 
 def backbone_of(
-    arch: str = "llama", dtype: torch.dtype = torch.float32, *, layers: int = 2, block: BlockName = DEFAULT_BLOCK
+    arch: str = "llama", dtype: torch.dtype = torch.float32, *, layers: int = 2, block: BlockChoice = "auto"
 ) -> Backbone:
     attention.register()
     return Backbone(tiny_model(arch, dtype=dtype, layers=layers), block)

@@ -160,7 +160,15 @@ def test_a_checkpoint_under_another_steps_name_is_none(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"step": "4"}, {"step": True}, {"trained_tokens": -1}, {"chunk_tokens": 0}, {"data": None}, {"ground": []}],
+    [
+        {"step": "4"},
+        {"step": True},
+        {"trained_tokens": -1},
+        {"chunk_tokens": 0},
+        {"data": None},
+        {"ground": []},
+        {"ground": {"base": "base", "dtype": "float32", "start": "", "block": "slow"}},
+    ],
     ids=str,
 )
 def test_a_state_that_makes_no_sense_is_damage(changes: dict[str, object], saved: Path) -> None:
@@ -278,6 +286,7 @@ def test_a_full_disk_leaves_the_older_ones(backbone: Backbone, saved: Path, monk
         (replace(GROUND, base="other"), "other base weights"),
         (replace(GROUND, dtype="bfloat16"), "float32 -> bfloat16"),
         (replace(GROUND, start="other"), "adapter_path has changed"),
+        (replace(GROUND, block="fast"), "another block: transformers -> fast"),
     ],
 )
 def test_other_ground_is_refused(ground: Ground, message: str, backbone: Backbone, saved: Path) -> None:

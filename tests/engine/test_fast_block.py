@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from muxtune.engine.engine import Engine
 from muxtune.engine.load import load_backbone
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.task import Sequences
-from muxtune.models.backbone import DEFAULT_BLOCK, Backbone, BlockName
+from muxtune.errors import ConfigError
+from muxtune.models import attention
+from muxtune.models.backbone import Backbone, BlockName
 from muxtune.models.sources import resolve
 from muxtune.plan.types import MicroBatch
 from muxtune.spec.peft import IA3, BitFit, LnTuning, Lora, PeftBase, PromptTuning
@@ -28,6 +31,7 @@ from tests.engine.selective import Result, attach, relative, train
 from tests.engine.test_cut import SPECS, _gradient
 from tests.engine.test_decode import JOINS, _decode
 from tests.peak import peak_bytes
+from tests.tiny import tiny_config
 
 ARCHS = ("llama", "qwen2", "qwen3", "mistral")
 INPUTS = PeftTrial(
@@ -87,6 +91,22 @@ def test_every_type_alone_has_the_twins_gradient(arch: str) -> None:
         losses, ours = _gradients(_backbone(arch, torch.float64), [trial])
         assert losses == pytest.approx(twin_losses, rel=1e-12)
         assert relative(ours[trial.name], twin[trial.name]) < 1e-12, trial.name
+
+
+def test_at_a_real_models_widths_together_is_alone_where_the_probe_says_so() -> None:
+    """Those of SmolLM2-135M, where in MKL's usual mode rows of the joined products depend on the batch."""
+    attention.register()
+    config = tiny_config("llama", layers=1)
+    config.update({"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3})
+    config.head_dim = 64
+    backbone = Backbone(AutoModelForCausalLM.from_config(config), "fast")
+    trials = [PeftTrial(f"task-{seed}", Lora(), [20 + seed, 41, 30], seed=seed) for seed in range(4)]
+    trials.append(PeftTrial("norms", LnTuning(), [30, 9], seed=9))
+    _, together = _gradients(backbone, trials)
+    for trial in trials:
+        _, alone = _gradients(backbone, [trial])
+        same = all(torch.equal(together[trial.name][key], value) for key, value in alone[trial.name].items())
+        assert same or not Engine(backbone).row_invariant
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -212,7 +232,11 @@ def test_a_fresh_adapter_leaves_the_function_as_it_is_to_the_bit(arch: str, spec
 
 def test_loading_chooses_it_and_the_plain_engine_has_the_twin(tiny_llama: Path, tmp_path: Path) -> None:
     folder = resolve(str(tiny_llama), cache_dir=tmp_path)
-    assert load_backbone(folder, block="fast").block == "fast"
-    assert load_backbone(folder).block == DEFAULT_BLOCK
+    assert load_backbone(folder).block == "fast"
+    assert load_backbone(folder, block="transformers").block == "transformers"
+    assert LocalEngine(folder, cache_dir=tmp_path).backbone.block == "fast"
+    assert LocalEngine(folder, block="transformers", cache_dir=tmp_path).backbone.block == "transformers"
     assert LocalEngine(folder, plain=True, cache_dir=tmp_path).backbone.block == "transformers"
-    assert LocalEngine(folder, cache_dir=tmp_path).backbone.block == DEFAULT_BLOCK
+    assert LocalEngine(folder, plain=True, block="fast", cache_dir=tmp_path).backbone.block == "fast"
+    with pytest.raises(ConfigError, match=r"block: should be one of auto, fast, transformers.*'fats'.*'fast'"):
+        LocalEngine(folder, block="fats", cache_dir=tmp_path)

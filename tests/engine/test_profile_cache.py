@@ -52,12 +52,13 @@ def test_whatever_changes_what_is_measured_has_a_table_of_its_own() -> None:
     threads = torch.get_num_threads()
     keys = {key_of(backbone_of()), key_of(backbone_of("llama-mqa")), key_of(backbone_of(layers=3))}
     keys.add(key_of(backbone_of(dtype=torch.float64)))
+    keys.add(key_of(backbone_of(block="transformers")))
     torch.set_num_threads(threads + 1)
     try:
         keys.add(key_of(backbone_of()))
     finally:
         torch.set_num_threads(threads)
-    assert len(keys) == 5
+    assert len(keys) == 6
     assert key_of(backbone_of()) in keys
 
 
@@ -74,6 +75,8 @@ def test_a_folder_finds_the_table_of_the_model_that_is_loaded_from_it(
     kept = _kept(loaded, tmp_path, Measuring())
     assert find_table(folder, tmp_path, device=cpu, dtype=dtype) == kept.table
     assert find_table(folder, tmp_path, device=cpu, dtype=torch.float64) is None
+    twins = find_table(folder, tmp_path, device=cpu, dtype=dtype, block="transformers")
+    assert (twins == kept.table) is (loaded.block == "transformers")
 
 
 def test_a_file_is_private_and_a_damaged_one_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

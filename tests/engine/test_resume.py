@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from muxtune.engine.engine import Engine
+from muxtune.engine.task_folder import read_origin
+from muxtune.errors import CheckpointError
+from muxtune.models.cache import file_sha256
 from muxtune.spec.event import TaskEvent
 from muxtune.spec.run import RunSpec
 from tests.engine.build import Trial, attach, backbone_of, outcome
@@ -73,6 +77,50 @@ def test_who_runs_with_whom_may_change_when_a_run_is_resumed(
     train(make(*jobs, policy=policies[1]), cache_dir=cache, resume=True)
     for name in JOBS:
         assert_same_training(disk / "run" / name, undisturbed / name)
+
+
+def test_a_run_goes_on_with_the_block_that_it_began_with(
+    make: Make, data: Path, cache: Path, disk: Path, undisturbed: Path
+) -> None:
+    """Whatever `auto` would choose today; one that is asked for is refused where it is another."""
+    jobs = [job(data, name) for name in JOBS]
+    for name in JOBS:
+        assert read_origin(undisturbed / name).block == "fast"
+    train(run_of(Path(make(*jobs).base_model), disk / "whole", jobs, block="transformers"), cache_dir=cache)
+    train(make(*jobs, block="transformers"), cache_dir=cache, stop=stop_after(4))
+    with pytest.raises(CheckpointError, match=r"another block: transformers -> fast.*block to transformers"):
+        train(make(*jobs, block="fast"), cache_dir=cache, resume=True)
+    train(make(*jobs), cache_dir=cache, resume=True)
+    for name in JOBS:
+        assert read_origin(disk / "run" / name).block == "transformers"
+        assert_same_training(disk / "run" / name, disk / "whole" / name)
+        assert bits(disk / "run" / name) != bits(undisturbed / name)
+
+
+def test_jobs_that_began_with_different_blocks_do_not_go_on_together(
+    make: Make, data: Path, cache: Path, disk: Path
+) -> None:
+    train(make(job(data, "sql")), cache_dir=cache, stop=stop_after(1))
+    train(make(job(data, "text"), block="transformers"), cache_dir=cache, stop=stop_after(1))
+    with pytest.raises(CheckpointError, match="another block: transformers -> fast"):
+        train(make(job(data, "sql"), job(data, "text")), cache_dir=cache, resume=True)
+    train(make(job(data, "sql")), cache_dir=cache, resume=True)
+    train(make(job(data, "sql"), job(data, "text")), cache_dir=cache, resume=True)  # what is finished has no say
+    assert [status(disk / "run" / name) for name in ("sql", "text")] == ["completed"] * 2
+
+
+def test_a_run_from_before_there_was_a_choice_has_had_transformers_block(
+    make: Make, data: Path, cache: Path, disk: Path
+) -> None:
+    train(make(job(data, "sql"), block="transformers"), cache_dir=cache, stop=stop_after(2))
+    for path in (disk / "run/sql/job.json", disk / "run/sql/checkpoints/step-00000002/state.json"):
+        stored = json.loads(path.read_text())
+        del (stored if path.name == "job.json" else stored["ground"])["block"]
+        path.write_text(json.dumps(stored))
+    manifest = path.with_name("manifest.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {path.name: file_sha256(path)}))
+    assert steps_of(train(make(job(data, "sql")), cache_dir=cache, resume=True), "sql")[0] == 3
+    assert read_origin(disk / "run/sql").block == "transformers"
 
 
 def assert_same_training(one: Path, other: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from muxtune.errors import ModelError
 from muxtune.models import attention
 from muxtune.models.attach import Pass
 from muxtune.models.attention import AttentionContext, Segment
@@ -36,9 +37,15 @@ def _packed(hooks: dict[str, object] | None = None) -> tuple[Tensor, Tensor, Pas
 
 @pytest.mark.parametrize("arch", SUPPORTED)
 def test_it_takes_the_llama_shape_and_leaves_the_rest_to_the_general_block(arch: str) -> None:
-    backbone = Backbone(tiny_model(arch), "fast")
+    backbone = Backbone(tiny_model(arch))
     assert backbone.block == ("fast" if arch in FAST else "transformers")
     assert bool(backbone.groups) == (arch in FAST)
+    assert Backbone(tiny_model(arch), "transformers").block == "transformers"
+
+
+def test_it_is_refused_where_it_is_asked_for_and_does_not_know_the_model() -> None:
+    with pytest.raises(ModelError, match=r"'gpt2'.*block: auto, or transformers"):
+        Backbone(tiny_model("gpt2"), "fast")
 
 
 def _with_bias(model: nn.Module) -> None:
@@ -66,7 +73,7 @@ def _with_own_code(model: nn.Module) -> None:
 def test_a_layer_with_a_part_that_it_does_not_know_is_not_run_by_it(change: object) -> None:
     model = tiny_model("llama")
     change(model)
-    assert Backbone(model, "fast").block == "transformers"
+    assert Backbone(model).block == "transformers"
 
 
 @pytest.mark.parametrize("arch", FAST)

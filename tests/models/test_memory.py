@@ -13,12 +13,13 @@ from torch import Tensor
 from muxtune.models import attention
 from muxtune.models.attach import LinearOp, Pass
 from muxtune.models.attention import AttentionContext, Segment
-from muxtune.models.backbone import Backbone
+from muxtune.models.backbone import Backbone, BlockChoice
 from muxtune.models.memory import Footprint, footprint, memory_here
 from tests.peak import peak_bytes
 from tests.tiny import SUPPORTED, tiny_folder, tiny_model
 
 ROWS, LENGTH = 128, 32
+BLOCKS = ("transformers", "auto")
 
 
 class _Adapted(torch.autograd.Function):
@@ -58,24 +59,28 @@ def kept_bytes(backbone: Backbone) -> int:
     return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
 
 
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("arch", SUPPORTED)
-def test_activations_are_estimated_with_room(arch: str, tmp_path: Path) -> None:
+def test_activations_are_estimated_with_room(arch: str, block: BlockChoice, tmp_path: Path) -> None:
     """At least what autograd keeps and the buffers of the backward pass (a fifth at this size), at most twice it."""
     attention.register()
-    found = footprint(tiny_folder(tmp_path, arch), torch.float32)
+    found = footprint(tiny_folder(tmp_path, arch), torch.float32, block)
+    backbone = Backbone(tiny_model(arch), block)
+    assert found.block == backbone.block
     estimated = found.activation_bytes(ROWS, LENGTH) - found.head_bytes
-    kept = kept_bytes(Backbone(tiny_model(arch)))
+    kept = kept_bytes(backbone)
     assert 1.2 * kept <= estimated <= 2.2 * kept
 
 
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("arch", SUPPORTED)
-def test_recomputed_activations_are_estimated_with_room(arch: str, tmp_path: Path) -> None:
+def test_recomputed_activations_are_estimated_with_room(arch: str, block: BlockChoice, tmp_path: Path) -> None:
     """Against the true peak of both passes, which allocations tell; a process's own is up to a half above it."""
     attention.register()
-    found = footprint(tiny_folder(tmp_path, arch, layers=6), torch.float32)
+    found = footprint(tiny_folder(tmp_path, arch, layers=6), torch.float32, block)
     lean = found.recomputed()
     estimated = lean.activation_bytes(ROWS, LENGTH) - lean.head_bytes
-    backbone = Backbone(tiny_model(arch, layers=6))
+    backbone = Backbone(tiny_model(arch, layers=6), block)
 
     def both_passes() -> None:
         adapted_pass(backbone, recompute=True).sum().backward()

@@ -59,7 +59,7 @@ def adapter_of(backbone: Backbone, spec: Lora, state: dict[str, Tensor]) -> Adap
 def our_logits(backbone: Backbone, adapter: Adapter) -> Tensor:
     whole = [Dispatch(0, 16, adapter, None)]
     with torch.no_grad(), exact_fp64():
-        current = Pass(AttentionContext([Segment(16)]), hooks(whole))
+        current = Pass(AttentionContext([Segment(16)]), hooks(whole, joined=backbone.groups))
         hidden_TD = backbone.hidden(IDS_T, torch.arange(16), current)
         return backbone.head.logits(hidden_TD, hooked_rows(whole, backbone.head))
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from muxtune.peft import grouped
 from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import row_keys
 from muxtune.peft.grouped import PairShape, Rule, always, measured, never, rows_that_pay, runs
@@ -242,7 +243,14 @@ def test_what_is_measured_is_a_number_of_rows() -> None:
     shape = PairShape(4, I, O, torch.float32)
     rows = rows_that_pay(shape, torch.get_num_threads())
     assert rows in (0, 4, 16, 64)
-    assert measured(shape, rows) and not measured(shape, rows + 1)
+    assert measured(shape, rows) == (rows > 0) and not measured(shape, rows + 1)
+
+
+def test_single_rows_are_not_grouped_where_it_pays_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of a matrix and a vector have bits of their own."""
+    monkeypatch.setattr(grouped, "rows_that_pay", lambda shape, threads: 64)
+    shape = PairShape(4, I, O, torch.float32)
+    assert [rows for rows in (1, 2, 64, 65) if measured(shape, rows)] == [2, 64]
 
 
 def test_what_would_differ_is_never_grouped(monkeypatch: pytest.MonkeyPatch) -> None:

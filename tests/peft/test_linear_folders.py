@@ -49,7 +49,7 @@ def adapter_of(backbone: Backbone, spec: PeftBase, state: dict[str, Tensor]) -> 
 
 def our_logits(backbone: Backbone, adapter: Adapter) -> Tensor:
     with torch.no_grad(), exact_fp64():
-        hooked = hooks([Dispatch(0, 16, adapter, None)])
+        hooked = hooks([Dispatch(0, 16, adapter, None)], joined=backbone.groups)
         hidden_TD = backbone.hidden(IDS_T, torch.arange(16), Pass(AttentionContext([Segment(16)]), hooked))
         return backbone.head.logits(hidden_TD)
 

@@ -188,6 +188,7 @@ def test_a_type_that_is_only_inherited_is_refused_at_the_default() -> None:
         (JOB + "report_to: [wandb]\n", "run.yaml:4 report_to", "not supported yet"),
         (JOB + "tp: 2\n", "run.yaml:4 tp", "not supported yet"),
         (JOB + "policy: fuse_all\n", "run.yaml:4 policy", "should be one of"),
+        (JOB + "block: fats\n", "run.yaml:4 block", "one of auto, fast, transformers"),
         (JOB + "dtype: fp16\n", "run.yaml:4 dtype", "not supported yet"),
         (JOB + "device: tpu\n", "run.yaml:4 device", "cuda:N"),
         (JOB + "defaults: {seed: 1}\n", "run.yaml:4 defaults", "no jobs"),

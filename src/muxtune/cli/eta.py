@@ -33,7 +33,7 @@ def predicted_s(
 ) -> float | None:
     """Seconds of all `prepared` jobs that are in `done`, from as many steps on; None where nothing is known."""
     begun = [one for one in prepared if one.job.name in done]
-    table = training.known_table(base) if begun and not admission.waiting else None
+    table = training.known_table(base, admission.model.block) if begun and not admission.waiting else None
     if table is None:
         return None
     found = forecast_of(begun, admission, table, done)

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from muxtune.plan.profile import Directions, OperatorTable
 
 
+class Block(StrEnum):
+    AUTO = "auto"
+    FAST = "fast"
+    TRANSFORMERS = "transformers"
+
+
 class DType(StrEnum):
     AUTO = "auto"
     FP32 = "fp32"
@@ -33,6 +39,7 @@ def profile(
     model: Model,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[DType, typer.Option("--dtype", help="Of the weights.")] = DType.AUTO,
+    block: Annotated[Block, typer.Option("--block", help="What runs a layer.")] = Block.AUTO,
     threads: Annotated[int | None, typer.Option("--threads", help="Of the CPU.")] = None,
     num_hidden_layers: Annotated[
         int | None, typer.Option("--num-hidden-layers", min=1, metavar="N", help="The first layers only.")
@@ -53,7 +60,9 @@ def profile(
     if threads is not None:
         torch.set_num_threads(as_threads(threads, "--threads"))
     folder = resolve(model)
-    backbone = load_backbone(folder, device=device, dtype=dtype.value, num_hidden_layers=num_hidden_layers)
+    backbone = load_backbone(
+        folder, device=device, dtype=dtype.value, num_hidden_layers=num_hidden_layers, block=block.value
+    )
     kept = kept_table(backbone, default_cache_dir(), fresh=fresh, model=folder.public_name)
     weights = sum(op.in_features * op.out_features for op in backbone.attach_points.values() if op.layer == 0)
     if as_json:

@@ -16,8 +16,9 @@ from typing import TypeAlias, cast
 from muxtune.data.types import Message
 from muxtune.engine.load import DTypeName
 from muxtune.errors import ConfigError
+from muxtune.models.backbone import BlockChoice
 from muxtune.spec.job import JobSpec
-from muxtune.spec.run import MAX_THREADS, read_device, read_dtype
+from muxtune.spec.run import MAX_THREADS, read_block, read_device, read_dtype
 
 Prompt: TypeAlias = str | Sequence[Message]
 
@@ -95,6 +96,11 @@ def as_device(value: object, where: str = "device") -> str:
 def as_dtype(value: object) -> DTypeName:
     """The name of a dtype or its alias, as a config file has it."""
     return cast(DTypeName, _read(read_dtype, value, "dtype"))
+
+
+def as_block(value: object) -> BlockChoice:
+    """The name of a block, as a config file has it."""
+    return cast(BlockChoice, _read(read_block, value, "block"))
 
 
 def _read(read: Callable[[object], str], value: object, where: str) -> str:

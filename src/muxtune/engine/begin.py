@@ -18,6 +18,7 @@ from muxtune.engine import checkpoint
 from muxtune.engine.metrics import STEP, MetricsFiles, Row
 from muxtune.engine.task_folder import CHECKPOINTS, Standing, adapter_damage, holds_run, read_origin, standing_of
 from muxtune.errors import CheckpointError, MuxTuneError, StateError
+from muxtune.models.backbone import BlockName
 from muxtune.models.cache import file_sha256
 from muxtune.spec.job import JobSpec
 from muxtune.spec.resume import check_resume
@@ -49,6 +50,7 @@ class PlannedJob:
     begin: Begin
     created: datetime
     base: str | None = None  # hash of the base weights it has trained on, where it has begun
+    block: BlockName | None = None  # that has run its layers, where it has begun
     progress: Progress = Progress()
     warnings: tuple[str, ...] = ()
 
@@ -116,7 +118,7 @@ def plan_job(
     damage = standing.damage or (adapter_damage(folder, standing, sha256) if finished else None)
     if damage is None and finished:
         progress = _progress(_rows(folder), standing.step)
-        return PlannedJob(job, folder, "finished", origin.created, origin.base, progress)
+        return PlannedJob(job, folder, "finished", origin.created, origin.base, origin.block, progress)
     if damage is not None and newest is None:
         raise CheckpointError(
             f"{damage}, and no checkpoint is left to make it again from",
@@ -128,7 +130,14 @@ def plan_job(
     if newest is None and (done := _steps_done(rows, standing)):
         warnings.append(f"none of its checkpoints is left: it starts again at step 0, though {done} steps were done")
     return PlannedJob(
-        job, folder, "continue", origin.created, origin.base, _progress(rows, newest or 0), tuple(warnings)
+        job,
+        folder,
+        "continue",
+        origin.created,
+        origin.base,
+        origin.block,
+        _progress(rows, newest or 0),
+        tuple(warnings),
     )
 
 

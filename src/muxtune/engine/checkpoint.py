@@ -30,6 +30,7 @@ from torch import Tensor
 from muxtune.durable import discard, staged_folder
 from muxtune.engine.task import Task
 from muxtune.errors import AdapterError, CheckpointError
+from muxtune.models.backbone import BlockName, block_named
 from muxtune.models.cache import file_sha256
 from muxtune.peft.untrusted import SafetensorsFile, read_json
 
@@ -46,6 +47,7 @@ class Ground:
     base: str  # hash of the backbone's weights
     dtype: str  # the backbone's
     start: str  # hash of the adapter folder's values that the job starts from, empty where it starts afresh
+    block: BlockName = "transformers"  # that runs the backbone's layers: its bits are its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,12 @@ def _check_ground(old: Ground, new: Ground, where: str) -> None:
         raise CheckpointError(
             f"was trained in another dtype: {old.dtype} -> {new.dtype}", where=where, hint="set the run's dtype to that"
         )
+    if old.block != new.block:
+        raise CheckpointError(
+            f"was trained with another block: {old.block} -> {new.block}, whose results differ in their last bits",
+            where=where,
+            hint=f"set the run's block to {old.block}, or start over with --overwrite",
+        )
     if old.start != new.start:
         raise CheckpointError(
             "the adapter of adapter_path has changed since the training began from it",
@@ -225,8 +233,12 @@ def _state(stored: Mapping[str, object]) -> CheckpointState:
     if not isinstance(ground, dict):
         raise _DamagedError(f"{_STATE}: ground is missing")
     base, dtype, start = (_typed(ground, key, str) for key in ("base", "dtype", "start"))
+    try:
+        block = block_named(ground.get("block", "transformers"))  # the only one, once
+    except ValueError as error:
+        raise _DamagedError(f"{_STATE}: {error}") from None
     data = _typed(stored, "data", str)
-    return CheckpointState(step, trained_tokens, chunk_tokens, data, Ground(base, dtype, start))
+    return CheckpointState(step, trained_tokens, chunk_tokens, data, Ground(base, dtype, start, block))
 
 
 def _typed(stored: Mapping[str, object], key: str, kind: type[_Scalar]) -> _Scalar:

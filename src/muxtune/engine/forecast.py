@@ -62,7 +62,7 @@ def forecast(training: TrainingRun, notice: Callable[[str], None], *, here: bool
     base = training.base()
     prepared, _ = training.prepare(planned, base)
     admission = training.admit(prepared, base, planned) if here else _unbounded(training, prepared, base)
-    table = training.known_table(base) or _measured(training, base, notice)
+    table = training.known_table(base, admission.model.block) or _measured(training, base, notice)
     return forecast_of(prepared, admission, table)
 
 
@@ -102,7 +102,13 @@ def _unbounded(training: TrainingRun, prepared: Sequence[PreparedJob], base: Mod
     device = choose_device(training.run.device)
     dtype = choose_dtype(training.run.dtype, device)
     used, _ = memory_here(device)
-    found = admit(prepared, footprint(base.path, dtype), dtype=dtype, limit_bytes=_NO_LIMIT, process_bytes=used)
+    found = admit(
+        prepared,
+        footprint(base.path, dtype, training.run.block),
+        dtype=dtype,
+        limit_bytes=_NO_LIMIT,
+        process_bytes=used,
+    )
     for _, error in found.refused:
         training.locate(error)
         raise error
@@ -115,6 +121,7 @@ def _measured(training: TrainingRun, base: ModelFolder, notice: Callable[[str], 
         base,
         device=run.device,
         dtype=run.dtype,
+        block=run.block,
         threads=run.threads,
         num_hidden_layers=training.num_hidden_layers,
         cache_dir=training.cache,

@@ -8,7 +8,7 @@ import torch
 
 from muxtune.errors import ConfigError
 from muxtune.models import attention
-from muxtune.models.backbone import DEFAULT_BLOCK, Backbone, BlockName
+from muxtune.models.backbone import Backbone, BlockChoice
 from muxtune.models.probe import check_support, model_logits
 from muxtune.models.sources import ModelFolder
 from muxtune.models.weights import load_model
@@ -23,10 +23,10 @@ def load_backbone(
     device: str = "auto",
     dtype: DTypeName = "auto",
     num_hidden_layers: int | None = None,
-    block: BlockName = DEFAULT_BLOCK,
+    block: BlockChoice = "auto",
 ) -> Backbone:
-    """Load, freeze and probe. `num_hidden_layers` keeps the first layers only, for fast checks; `block` is what runs a
-    layer (`muxtune.models.backbone`).
+    """Load, freeze and probe. `num_hidden_layers` keeps the first layers only, for fast checks; `block` is as for
+    `Backbone`.
 
     Raises ModelError where the model cannot be read or would be trained wrong, ConfigError where the device is not
     there.

@@ -27,6 +27,7 @@ from muxtune.data.render import Renderer
 from muxtune.engine.adapters import Voice, base_voice, read_stored, require_adapter
 from muxtune.engine.arguments import (
     Prompt,
+    as_block,
     as_count,
     as_device,
     as_dtype,
@@ -47,7 +48,7 @@ from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
 from muxtune.engine.task import Sequences, Task
 from muxtune.errors import ConfigError, StateError, TaskError
-from muxtune.models.backbone import DEFAULT_BLOCK, Backbone, BlockName
+from muxtune.models.backbone import Backbone, BlockChoice
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
 from muxtune.peft.folder import require_free, write_adapter, writing
@@ -63,6 +64,8 @@ class LocalEngine(Engine):
     """Args:
     base_model: an alias, a folder in Hugging Face layout, a .gguf file or a hub name.
     device, dtype: `auto` is cuda with bf16 if there, else the CPU with fp32.
+    block: what runs a layer; `auto` is the fast one for the models that it knows, else transformers' own, which is also
+        what `plain` has. It is part of what makes two runs equal bit for bit.
     threads: of the CPU; None as torch chooses. It is part of what makes two runs equal bit for bit.
     num_hidden_layers: keep the first layers only, for fast checks.
     policy: who runs with whom; no result depends on it. `muxtune` plans with what operators cost on this device, which
@@ -80,6 +83,7 @@ class LocalEngine(Engine):
         *,
         device: str = "auto",
         dtype: DTypeName = "auto",
+        block: BlockChoice = "auto",
         threads: int | None = None,
         policy: Policy = "muxtune",
         memory: MemoryModel | None = None,
@@ -93,14 +97,15 @@ class LocalEngine(Engine):
     ) -> None:
         if threads is not None:
             torch.set_num_threads(as_threads(threads))
-        device, dtype = as_device(device), as_dtype(dtype)
+        device, dtype, block = as_device(device), as_dtype(dtype), as_block(block)
+        if plain and block == "auto":
+            block = "transformers"
         cache = cache_dir or default_cache_dir()
         if not isinstance(base_model, ModelFolder):
             name = base_model if isinstance(base_model, str) else str(as_path(base_model, "base_model"))
             base_model = resolve(name, cache_dir=cache)
         self.base = base_model
         self.preparer = Preparer(self.base.path, cache_dir=cache / "tokens")
-        block: BlockName = "transformers" if plain else DEFAULT_BLOCK
         backbone = load_backbone(
             self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers, block=block
         )

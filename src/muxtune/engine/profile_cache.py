@@ -1,4 +1,4 @@
-"""Operator tables on disk: a file for each (shapes of the model, device, dtype, threads, torch, version of the table).
+"""Operator tables on disk: a file for each (shapes of the model, block, device, dtype, threads, torch, version).
 
 Weights do not matter to what an operator takes, so every model of the same shapes shares a table; nor does the code
 around the operators, but for what `muxtune.plan.profile.VERSION` stands for. A file is private to its user, whole or
@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from muxtune.data.private_cache import PrivateCache
 from muxtune.engine.profiler import device_name, dtype_name, measure
 from muxtune.models import attention
-from muxtune.models.backbone import Backbone
+from muxtune.models.backbone import Backbone, BlockChoice
 from muxtune.models.skeleton import skeleton
 from muxtune.plan.profile import VERSION, OperatorTable, from_json
 
@@ -114,10 +114,12 @@ def _alone(cache_dir: Path) -> Iterator[None]:
             lock.release()
 
 
-def find_table(folder: Path, cache_dir: Path, *, device: torch.device, dtype: torch.dtype) -> OperatorTable | None:
+def find_table(
+    folder: Path, cache_dir: Path, *, device: torch.device, dtype: torch.dtype, block: BlockChoice = "auto"
+) -> OperatorTable | None:
     """The kept table of the model in a checked folder, with the threads there are; no weight is loaded."""
     attention.register()
-    key = key_of(Backbone(skeleton(folder)), device=device, dtype=dtype)
+    key = key_of(Backbone(skeleton(folder), block), device=device, dtype=dtype)
     return ProfileCache(cache_dir / FOLDER).load(key)
 
 

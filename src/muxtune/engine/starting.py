@@ -129,7 +129,9 @@ def queued(one: Ready, message: str = "", **more: object) -> TaskEvent:
 
 
 def _ground(engine: LocalEngine, begins_at: str) -> Ground:
-    return Ground(engine.base.weights_sha256, str(engine.backbone.dtype).removeprefix("torch."), begins_at)
+    backbone = engine.backbone
+    dtype = str(backbone.dtype).removeprefix("torch.")
+    return Ground(engine.base.weights_sha256, dtype, begins_at, backbone.block)
 
 
 def _begins_at(task: Task) -> str:

@@ -30,6 +30,7 @@ from muxtune.engine.metrics import MetricsFiles, columns_of, eval_row, step_row
 from muxtune.engine.samples import SamplesFile
 from muxtune.engine.task import Task
 from muxtune.errors import AdapterError, CheckpointError, StateError
+from muxtune.models.backbone import BlockName, block_named
 from muxtune.models.cache import file_sha256
 from muxtune.peft.folder import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
 from muxtune.peft.untrusted import SafetensorsFile, read_json
@@ -44,12 +45,14 @@ _STATUSES = frozenset(JobStatus)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What `job.json` holds: the job as it began, when, and on which base weights: their hash, and the run's name."""
+    """What `job.json` holds: the job as it began, when, on which base weights (their hash, and the run's name), and
+    with which block."""
 
     job: JobSpec
     created: datetime
     base: str
     base_model: str = ""
+    block: BlockName = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +219,8 @@ def read_origin(path: Path) -> Origin:
         stored = json.loads((path / JOB).read_text(encoding="utf-8"))
         job = JobSpec.model_validate(stored["job"])
         created = datetime.fromisoformat(stored["created"])
-        return Origin(job, created, stored["base"], str(stored.get("base_model", "")))
+        block = block_named(stored.get("block", "transformers"))  # the only one, once
+        return Origin(job, created, stored["base"], str(stored.get("base_model", "")), block)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"cannot read the job of this run: {error}", where=str(path / JOB), hint="start over with --overwrite"
@@ -229,6 +233,7 @@ def _write_origin(path: Path, origin: Origin) -> None:
         "created": origin.created.isoformat(),
         "base": origin.base,
         "base_model": origin.base_model,
+        "block": origin.block,
     }
     write_durably(path / JOB, json.dumps(stored, indent=1).encode())
 

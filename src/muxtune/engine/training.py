@@ -45,6 +45,7 @@ from muxtune.engine.task_folder import CHECKPOINTS, Origin, TaskFolder, holds_ru
 from muxtune.engine.trace_file import FOLDER, TraceFile, discard_traces
 from muxtune.engine.waves import Waves
 from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError
+from muxtune.models.backbone import BlockChoice, BlockName
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
@@ -158,7 +159,7 @@ class TrainingRun:
         dtype = choose_dtype(self.run.dtype, device)
         used, free = memory_here(device)
         limit = min(self.run.memory_limit or used + free, used + free)
-        model = footprint(base.path, dtype)
+        model = footprint(base.path, dtype, self._block(planned))
         admission = admit(
             prepared,
             model,
@@ -174,6 +175,12 @@ class TrainingRun:
             raise _first_of([Failure(job, error) for job, error in admission.refusals])
         return admission
 
+    def _block(self, planned: Sequence[PlannedJob]) -> BlockChoice:
+        """Jobs that go on have the block that they began with, where nobody asks for one and they agree: with another
+        they are refused (`muxtune.engine.checkpoint`)."""
+        begun = {plan.block for plan in planned if plan.begin == "continue" and plan.block is not None}
+        return begun.pop() if self.run.block == "auto" and len(begun) == 1 else self.run.block
+
     def _train(
         self, plans: dict[str, PlannedJob], prepared: list[PreparedJob], base: ModelFolder
     ) -> Iterator[RunEvent]:
@@ -187,6 +194,7 @@ class TrainingRun:
             base,
             device=run.device,
             dtype=run.dtype,
+            block=admission.model.block,
             threads=run.threads,
             policy=policy,
             memory=admission.memory,
@@ -209,19 +217,20 @@ class TrainingRun:
             runner = Runner(engine, folders=folders, stop=self.stop, sampler=sample, trace=trace.append, queue=queue)
             yield from runner.run()
 
-    def known_table(self, base: ModelFolder) -> OperatorTable | None:
+    def known_table(self, base: ModelFolder, block: BlockName) -> OperatorTable | None:
         """What operators cost, where it has been measured for a run like this; no weight is loaded."""
         if self.num_hidden_layers is not None:
             return None
         device = choose_device(self.run.device)
-        return find_table(base.path, self.cache, device=device, dtype=choose_dtype(self.run.dtype, device))
+        dtype = choose_dtype(self.run.dtype, device)
+        return find_table(base.path, self.cache, device=device, dtype=dtype, block=block)
 
     def _policy(self, admission: Admission, base: ModelFolder) -> Policy:
         """The run's, but where planning would have to measure first and memory has no room for that."""
         if self.run.policy != "muxtune" or len(admission.sizes) + len(admission.waiting) < 2:
             return self.run.policy
         needed, room = measuring_bytes(admission.model), admission.room.left_bytes(())
-        if needed <= room or self.known_table(base) is not None:
+        if needed <= room or self.known_table(base, admission.model.block) is not None:
             return "muxtune"
         self.notice(
             f"measuring what operators cost takes {size_text(needed)}, and memory has room for {size_text(room)}: "
@@ -281,7 +290,7 @@ class TrainingRun:
         failures: list[Failure] = []
         for one in ready:
             plan = one.job.plan
-            origin = Origin(plan.job, plan.created, one.ground.base, self.run.base_model)
+            origin = Origin(plan.job, plan.created, one.ground.base, self.run.base_model, one.ground.block)
             try:
                 if plan.begin == "continue":
                     folders[one.name] = TaskFolder.reopen(plan.folder, origin, one.ground, engine.export, step=one.step)

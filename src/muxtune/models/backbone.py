@@ -40,7 +40,7 @@ _Call = tuple[
 
 
 BlockName = Literal["transformers", "fast"]
-DEFAULT_BLOCK: BlockName = "transformers"
+BlockChoice = Literal["auto", "fast", "transformers"]
 
 
 class Block(Protocol):
@@ -104,11 +104,11 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
 class Backbone:
     """A loaded model whose layers this program drives. Loaded once, never changed.
 
-    `block` is what runs a layer; `fast` falls back to `transformers` for a model that it does not know, and the
-    attribute says what became of it. Raises ModelError where the model's parts cannot be found.
+    `block` is what is to run a layer: `auto` is `fast` for a model that it knows, else `transformers`; the attribute
+    says which it is. Raises ModelError where the model's parts cannot be found, and where `fast` does not know them.
     """
 
-    def __init__(self, model: PreTrainedModel, block: BlockName = DEFAULT_BLOCK) -> None:
+    def __init__(self, model: PreTrainedModel, block: BlockChoice = "auto") -> None:
         self.model = model.eval().requires_grad_(False)
         if model.config._attn_implementation != ATTENTION_NAME:
             model.set_attn_implementation(ATTENTION_NAME)
@@ -120,8 +120,7 @@ class Backbone:
         self.slot = PassSlot()
         self._notes: list[_Call] = []
         prefix = f"{self.recipe.body}.{self.recipe.layers}"
-        known = all(supported(self.recipe, self.config, layer) for layer in layers)
-        self.block: BlockName = block if known else "transformers"
+        self.block = _chosen(block, model, known=all(supported(self.recipe, self.config, layer) for layer in layers))
         if self.block == "fast":
             for layer in layers:
                 join_layer(layer)
@@ -266,6 +265,24 @@ class Backbone:
             else:
                 x_TD = block.forward(x_TD, prelude, current)
         return self.finish(x_TD, current)
+
+
+def block_named(name: object) -> BlockName:
+    """The block of that name. Raises ValueError where there is none."""
+    match name:
+        case "fast" | "transformers":
+            return name
+    raise ValueError(f"there is no block named {name!r:.40}")
+
+
+def _chosen(block: BlockChoice, model: PreTrainedModel, *, known: bool) -> BlockName:
+    if block == "fast" and not known:
+        raise ModelError(
+            f"the fast block does not know all parts of this model, of type {model.config.model_type!r}",
+            where="block",
+            hint="block: auto, or transformers",
+        )
+    return "fast" if block != "transformers" and known else "transformers"
 
 
 def _embedding_of(model: PreTrainedModel, slot: PassSlot) -> TokenEmbedding:

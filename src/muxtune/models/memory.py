@@ -7,7 +7,8 @@
 Adapters come on top; their specs know them. A row leaves roughly the inputs and outputs of its layer's linears, times a
 factor of the family, which stands for norms, activation functions and the backward pass's own buffers. The factors are
 measured: what autograd keeps, by family, on tiny models (a test holds it), times 1.33, the ratio of the process's peak
-memory to that on SmolLM2-135M: 1.66 MB a row, 14,200 floats a layer (docs/log.md). Soft-capped attention keeps its
+memory to that on SmolLM2-135M: 1.66 MB a row, 14,200 floats a layer (docs/log.md). The fast block keeps a tenth less.
+Soft-capped attention keeps its
 scores as well, which grow with the sequence.
 
 With recomputation (`muxtune.models.recompute`) a row leaves its input of each block, times the same 1.33, and that of
@@ -26,7 +27,7 @@ import psutil
 import torch
 
 from muxtune.models import attention
-from muxtune.models.backbone import Backbone
+from muxtune.models.backbone import Backbone, BlockChoice, BlockName
 from muxtune.models.loss import SLICE_ROWS
 from muxtune.models.skeleton import skeleton
 from muxtune.spec.peft import Place
@@ -44,6 +45,7 @@ _FACTORS = {
     "gpt2": 2.5,
 }
 _OTHER = max(_FACTORS.values())
+_FAST_FACTORS = {"llama": 1.25, "mistral": 1.25, "qwen2": 1.25, "qwen3": 1.42}  # where the fast block runs them
 _SCORES = 2.5  # floats that soft-capped attention keeps of each score
 _PEAK = 1.33  # the process's peak over what is kept
 _BLOCKS_AT_ONCE = 3  # a block that runs again, and the buffers of its backward pass
@@ -65,6 +67,7 @@ class Footprint:
         position_bytes: keys and values of one position of a cut sequence, and their gradient, all layers.
         blocks, input_bytes: how many there are, and what one row is to all of them as their input.
         recompute: whether the activations are those of recomputation.
+        block: what runs a layer.
     """
 
     weights_bytes: int
@@ -78,6 +81,7 @@ class Footprint:
     blocks: int = 1
     input_bytes: int = 0
     recompute: bool = False
+    block: BlockName = "transformers"
 
     def recomputed(self) -> Footprint:
         """The same model with recomputation."""
@@ -106,12 +110,13 @@ class Footprint:
         return (free_bytes - self.head_bytes) // (self.row_bytes + self.score_bytes * longest)
 
 
-def footprint(folder: Path, dtype: torch.dtype) -> Footprint:
-    """Of the model in a checked folder. Raises ModelError where its parts cannot be found."""
+def footprint(folder: Path, dtype: torch.dtype, block: BlockChoice = "auto") -> Footprint:
+    """Of the model in a checked folder, run by `block`. Raises ModelError as `Backbone` does."""
     attention.register()
-    backbone = Backbone(skeleton(folder))
+    backbone = Backbone(skeleton(folder), block)
     shapes = {name: (op.in_features, op.out_features) for name, op in backbone.attach_points.items()}
-    factor = _FACTORS.get(backbone.config.model_type, _OTHER)
+    factors = _FAST_FACTORS if backbone.block == "fast" else _FACTORS
+    factor = factors.get(backbone.config.model_type, _OTHER)
     capped = getattr(backbone.config, "attn_logit_softcapping", None) is not None
     scores = _SCORES * backbone.config.num_attention_heads * len(backbone.blocks) if capped else 0
     return Footprint(
@@ -125,6 +130,7 @@ def footprint(folder: Path, dtype: torch.dtype) -> Footprint:
         position_bytes=_position_bytes(backbone, dtype),
         blocks=len(backbone.blocks),
         input_bytes=len(backbone.blocks) * backbone.config.hidden_size * dtype.itemsize,
+        block=backbone.block,
     )
 
 

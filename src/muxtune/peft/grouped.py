@@ -43,8 +43,9 @@ def never(shape: PairShape, rows: int) -> bool:
 
 
 def measured(shape: PairShape, rows: int) -> bool:
-    """Group where it was seen to pay."""
-    return rows <= rows_that_pay(shape, torch.get_num_threads())
+    """Group where it was seen to pay; never single rows, whose products are of a matrix and a vector: their bits may
+    depend on how many there are."""
+    return 2 <= rows <= rows_that_pay(shape, torch.get_num_threads())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def _distance(one: Dispatch, next_one: Dispatch) -> int:
 _PAIRS = 4
 _ROUNDS = 5
 _GROWING = (4, 16, 64)  # rows a task
-_SAMPLED = (1, 3, 8, 17)  # rows a task on which bits are compared
+_SAMPLED = (2, 3, 8, 17)  # rows a task on which bits are compared
 _ENOUGH_S = 2e-3  # where the pairs take longer, the number of calls no longer matters
 
 

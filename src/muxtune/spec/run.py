@@ -21,6 +21,8 @@ _DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 MAX_THREADS = 4096
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
+read_block = choice("auto", "fast", "transformers")
+Block = Annotated[Literal["auto", "fast", "transformers"], BeforeValidator(read_block)]
 read_dtype = choice("auto", "fp32", "bf16", "fp64", aliases=_DTYPE_ALIASES, later=("fp16", "float16"))
 DType = Annotated[Literal["auto", "fp32", "bf16", "fp64"], BeforeValidator(read_dtype)]
 
@@ -50,6 +52,7 @@ class RunSpec(Spec):
     threads: Annotated[Integer, Field(ge=1, le=MAX_THREADS)] | None = None  # None: as torch chooses
     device: Annotated[str, BeforeValidator(read_device)] = "auto"  # auto: cuda if there, else cpu
     dtype: DType = "auto"  # auto: bf16 on cuda, fp32 on cpu
+    block: Block = "auto"  # auto: fast for the models that it knows, else transformers
     tp: Degree = 1
     pp: Degree = 1
     jobs: Annotated[tuple[JobSpec, ...], Field(min_length=1)]

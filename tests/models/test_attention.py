@@ -81,15 +81,16 @@ def _run(context: AttentionContext, q: Tensor, k: Tensor, v: Tensor, shape: Shap
     return output
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, (5, 5, 5, 2, 2, 1, 1, 5, 5)], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_each_segment_is_causal_attention_over_its_own_rows(name: str) -> None:
-    shape, total = SHAPES[name], sum(LENGTHS)
+def test_each_segment_is_causal_attention_over_its_own_rows(name: str, lengths: Sequence[int]) -> None:
+    shape, total = SHAPES[name], sum(lengths)
     inputs = [_rows(heads, total, seed) for seed, heads in enumerate((shape.heads, shape.groups, shape.groups))]
     packed = [tensor.clone().requires_grad_() for tensor in inputs]
-    output = _run(AttentionContext([Segment(n) for n in LENGTHS]), *packed, shape)
+    output = _run(AttentionContext([Segment(n) for n in lengths]), *packed, shape)
     assert output.shape == (1, total, shape.heads, K)
     plain = [tensor.clone().requires_grad_() for tensor in inputs]
-    parts = zip(*(tensor[0].split(LENGTHS, dim=1) for tensor in plain), strict=True)
+    parts = zip(*(tensor[0].split(lengths, dim=1) for tensor in plain), strict=True)
     expected = torch.cat([_textbook(*part, shape) for part in parts])
     assert torch.allclose(output[0], expected, rtol=1e-12, atol=1e-13)
     weights = torch.randn(output[0].shape, generator=torch.Generator().manual_seed(9), dtype=output.dtype)
@@ -123,6 +124,32 @@ def test_a_segment_has_the_bits_it_has_alone(name: str, dtype: torch.dtype) -> N
     results.append([output, *(tensor.grad for tensor in alone)])
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 40])
+@pytest.mark.parametrize("name", SHAPES)
+def test_segments_of_equal_length_are_each_as_alone_bit_for_bit(name: str, rows: int, dtype: torch.dtype) -> None:
+    """They run as a batch; one that is not finite is nobody else's affair."""
+    shape, count = SHAPES[name], 4
+    total = count * rows + 2
+    inputs = [_rows(heads, total, seed, dtype) for seed, heads in enumerate((shape.heads, shape.groups, shape.groups))]
+    inputs[2][:, :, rows : 2 * rows] = math.nan
+
+    def run(own: slice, segments: Sequence[Segment]) -> list[Tensor]:
+        leaves = [tensor[:, :, own].clone().requires_grad_() for tensor in inputs]
+        output = _run(AttentionContext(segments), *leaves, shape)
+        output.square().sum().backward()
+        return [output.detach().transpose(1, 2), *(leaf.grad for leaf in leaves)]
+
+    context = [Segment(rows)] * count + [Segment(2)]
+    assert len(AttentionContext(context).runs) == (count + 1 if rows == 1 else 1 if rows == 2 else 2)
+    together = run(slice(None), context)
+    for index in range(count):
+        own = slice(index * rows, (index + 1) * rows)
+        for one, other in zip(together, run(own, [Segment(rows)]), strict=True):
+            assert torch.equal(one[:, :, own], other) or index == 1
+            assert bool(other.isfinite().all()) == (index != 1)
 
 
 @pytest.mark.parametrize("name", SHAPES)

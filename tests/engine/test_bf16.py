@@ -1,12 +1,15 @@
 """bf16: a rounded backbone under fp32 adapters trains as transformers + peft does, and tasks stay apart bit for bit.
 
-The yardstick is the fp32 run: bf16 itself moves losses by some thousandths of their size, and ours may move them no
-more than twice what transformers + peft's bf16 does (both round the same operators, in another order).
+The yardsticks are runs in fp32: bf16 itself moves losses by some thousandths of their size, and ours may move them no
+more than twice what transformers + peft's bf16 does (both round the same operators, in another order), all steps of all
+tasks together: AdamW makes of roundings what it will in any one of them. Nor are the gradients of the fast block further
+from those without rounding than the twin's are.
 """
 
 from __future__ import annotations
 
 import math
+from statistics import mean
 
 import pytest
 import torch
@@ -30,20 +33,23 @@ def _train(arch: str, trials: tuple[Trial, ...] = TRIALS, **options: object) -> 
     return train(backbone_of(arch, torch.bfloat16), trials, **options)
 
 
-def _gap(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) / b for a, b in zip(one, other, strict=True))
+def _gaps(one: list[float], other: list[float]) -> list[float]:
+    return [abs(a - b) / b for a, b in zip(one, other, strict=True)]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_training_in_bf16_is_as_close_to_fp32_as_peft_is(arch: str) -> None:
     ours = _train(arch)
+    own: list[float] = []
+    theirs: list[float] = []
     for trial in TRIALS:
         trained = ours[trial.name]
         assert trained.losses[-1] < 0.85 * trained.losses[0]
         assert all(map(math.isfinite, trained.grad_norms)) and bool(trained.values.isfinite().all())
         exact = reference(arch, trial, torch.float32).losses
-        theirs = _gap(reference(arch, trial, torch.bfloat16).losses, exact)
-        assert 0 < _gap(trained.losses, exact) < max(2 * theirs, 2e-3)
+        own += _gaps(trained.losses, exact)
+        theirs += _gaps(reference(arch, trial, torch.bfloat16).losses, exact)
+    assert 0 < mean(own) < 2 * mean(theirs)
 
 
 def _gradients(backbone: Backbone, **options: object) -> dict[str, dict[str, Tensor]]:
@@ -57,6 +63,19 @@ def _gradients(backbone: Backbone, **options: object) -> dict[str, dict[str, Ten
     engine.forward_backward({task: task.data.train for task in tasks})
     views = {task.name: task.adapter.parameters.views for task in tasks}
     return {name: {key: view.grad.double() for key, view in own.items()} for name, own in views.items()}
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_the_fast_block_rounds_no_more_than_its_twin(arch: str) -> None:
+    wide = backbone_of(arch, block="transformers")
+    rounded = {block: backbone_of(arch, torch.bfloat16, block=block) for block in ("fast", "transformers")}
+    for own, other in zip(wide.model.parameters(), rounded["fast"].model.parameters(), strict=True):
+        own.copy_(other)
+    exact = _gradients(wide)
+    fast, twin = (
+        {name: relative(one, exact[name]) for name, one in _gradients(rounded[block]).items()} for block in rounded
+    )
+    assert 0 < mean(fast.values()) < 1.15 * mean(twin.values())
 
 
 @pytest.mark.parametrize("block", ["transformers", "auto"])

@@ -30,7 +30,7 @@ from tests.engine.build import (
     start_values,
     train,
 )
-from tests.reference import LoraPair, ReferenceResult, relative_difference
+from tests.reference import LoraPair, LoraTensors, ReferenceResult, relative_difference
 from tests.sequences import random_sequences
 from tests.tiny import SUPPORTED
 
@@ -76,13 +76,22 @@ def test_in_fp64_it_is_what_transformers_and_peft_train(arch: str, name: str) ->
 @pytest.mark.parametrize("name", TRIALS)
 @pytest.mark.parametrize("arch", SUPPORTED)
 def test_in_fp32_it_errs_no_more_than_three_times_what_transformers_and_peft_do(arch: str, name: str) -> None:
-    """Floors: a loss of one fp32 rounding may be exact by luck on the other side; weights move by the learning rate
-    in a direction that rounding decides wherever AdamW meets a gradient of nearly zero."""
+    """Floors: a loss of one fp32 rounding may be exact by luck on the other side. Weights move by the learning rate in a
+    direction that rounding decides wherever AdamW meets a gradient of nearly zero: those are left out."""
     ours, theirs = _together(arch, torch.float32)[name], _reference(arch, name, torch.float32)
     truth = _reference(arch, name, torch.float64)
     assert _worst(ours.losses, truth.losses) < max(3 * _worst(theirs.losses, truth.losses), 1e-6)
-    error = relative_difference(ours.pairs, truth.adapter)
-    assert error < max(3 * relative_difference(theirs.adapter, truth.adapter), 2e-5)
+    own, their, true = (_decided(pairs, truth.gradients) for pairs in (ours.pairs, theirs.adapter, truth.adapter))
+    assert relative_difference(own, true) < max(3 * relative_difference(their, true), 2e-5)
+
+
+def _decided(pairs: LoraTensors, gradients: LoraTensors) -> dict[str, LoraPair]:
+    """Zero where the first gradient is less than fp32 can tell from zero, beside the largest of its matrix."""
+
+    def kept(values: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return values.double() * (gradient.abs() > 1e-5 * gradient.abs().max())
+
+    return {name: LoraPair(*map(kept, pair, gradients[name])) for name, pair in pairs.items()}
 
 
 @pytest.mark.parametrize("arch", SUPPORTED)

@@ -251,7 +251,7 @@ def test_what_the_backbone_says_of_a_pair_is_known_by_the_pair_alone() -> None:
 def test_each_product_runs_on_the_rows_of_the_tree_and_the_head_once_on_what_is_common() -> None:
     backbone = backbone_of()
     examples = chat(RESTS, trained_head=1.0)
-    weights = {name: op.weight for name, op in backbone.attach_points.items()}
+    weights = {name: op.weight_OI for name, op in backbone.products.items()}
     with Products(weights | {"head": backbone.head.weight_VD}, backbone.model) as seen:
         stepped = step(backbone, Alike("only", LORA, examples))
     rows = 40 + sum(RESTS) - len(RESTS)

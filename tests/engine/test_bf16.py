@@ -2,8 +2,8 @@
 
 The yardsticks are runs in fp32: bf16 itself moves losses by some thousandths of their size, and ours may move them no
 more than twice what transformers + peft's bf16 does (both round the same operators, in another order), all steps of all
-tasks together: AdamW makes of roundings what it will in any one of them. Nor are the gradients of the fast block further
-from those without rounding than the twin's are.
+tasks together: AdamW makes of roundings what it will in any one of them. Nor are the gradients of the fast block
+further from those without rounding than the twin's are.
 """
 
 from __future__ import annotations

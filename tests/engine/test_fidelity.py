@@ -76,8 +76,8 @@ def test_in_fp64_it_is_what_transformers_and_peft_train(arch: str, name: str) ->
 @pytest.mark.parametrize("name", TRIALS)
 @pytest.mark.parametrize("arch", SUPPORTED)
 def test_in_fp32_it_errs_no_more_than_three_times_what_transformers_and_peft_do(arch: str, name: str) -> None:
-    """Floors: a loss of one fp32 rounding may be exact by luck on the other side. Weights move by the learning rate in a
-    direction that rounding decides wherever AdamW meets a gradient of nearly zero: those are left out."""
+    """Floors: a loss of one fp32 rounding may be exact by luck on the other side. Weights move by the learning rate in
+    a direction that rounding decides wherever AdamW meets a gradient of nearly zero: those are left out."""
     ours, theirs = _together(arch, torch.float32)[name], _reference(arch, name, torch.float32)
     truth = _reference(arch, name, torch.float64)
     assert _worst(ours.losses, truth.losses) < max(3 * _worst(theirs.losses, truth.losses), 1e-6)

@@ -1,8 +1,9 @@
 """Whether the plan that is predicted to be best is: the mixes of `prediction`, each under every policy.
 
 In each round all policies run the same batches of the same tasks, in turning order; the policy that the simulator calls
-best for these tasks is then held against the one that was measured to be best. Regret is how much longer it took: 0
-where they are the same.
+best for these tasks is then held against the one that was measured to be best. Policies that come to the same hTasks of
+packed rows are one choice, and what was measured of them is taken together: else noise would choose among them. Regret
+is how much longer the chosen one took: the median of the ratios of each round, 0 where they are the same.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from muxtune.engine.task import Task
 from muxtune.models.backbone import Backbone
 from muxtune.plan.cost import CostModel
 from muxtune.plan.memory import MemoryModel
-from muxtune.plan.planner import POLICIES, make_plan
+from muxtune.plan.planner import make_plan
 from muxtune.plan.profile import OperatorTable
-from muxtune.plan.types import Policy
+from muxtune.spec.policy import POLICIES, Policy
 
 FUSE_TOKENS = 2048
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
@@ -32,27 +33,32 @@ USUAL = 512
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Of one mix: seconds of an iteration, predicted and measured (medians), by policy."""
+    """Of one mix: seconds of an iteration, predicted and measured in each round, by policy; policies that are one
+    choice have one name, such as "fuse-all = muxtune"."""
 
     number: int
     tasks: int
     predicted_s: dict[str, float]
-    measured_s: dict[str, float]
+    measured_s: dict[str, tuple[float, ...]]
 
     @property
     def chosen(self) -> str:
         return min(self.predicted_s, key=lambda policy: self.predicted_s[policy])
 
     @property
+    def best(self) -> str:
+        return min(self.measured_s, key=lambda policy: statistics.median(self.measured_s[policy]))
+
+    @property
     def told(self) -> str:
         """In words."""
-        best = min(self.measured_s, key=lambda policy: self.measured_s[policy])
-        return f"{self.number:3d} {self.tasks:2d} tasks: chose {self.chosen}, best {best}, {self.regret:+.1%}"
+        return f"{self.number:3d} {self.tasks:2d} tasks: chose {self.chosen}, best {self.best}, {self.regret:+.1%}"
 
     @property
     def regret(self) -> float:
         """How much longer the chosen one took than the best."""
-        return self.measured_s[self.chosen] / min(self.measured_s.values()) - 1
+        pairs = zip(self.measured_s[self.chosen], self.measured_s[self.best], strict=True)
+        return max(0.0, statistics.median(one / other for one, other in pairs) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +108,7 @@ def choice(backbone: Backbone, table: OperatorTable, mix: Mix, *, rounds: int, c
     loads = [planning.load(task) for task in tasks]
     most_rows = max(FUSE_TOKENS, *(load.peak_rows for load in loads))
     cost = CostModel(table)
-    predicted = {
-        policy: make_plan(loads, cost, MemoryModel(), policy, most_rows=most_rows).iteration_s for policy in POLICIES
-    }
+    plans = {policy: make_plan(loads, cost, MemoryModel(), policy, most_rows=most_rows) for policy in POLICIES}
     measured: dict[Policy, list[float]] = {policy: [] for policy in POLICIES}
     for number in range(rounds + 1):
         participants = [task.participant() for task in tasks]
@@ -114,12 +118,21 @@ def choice(backbone: Backbone, table: OperatorTable, mix: Mix, *, rounds: int, c
             seconds, _ = executed(engine, engine.schedule(participants), clock)
             if number:
                 measured[policy].append(seconds)
+    same: dict[object, list[Policy]] = {}
+    for policy, plan in plans.items():
+        key = policy if policy == "padded" else frozenset(frozenset(htask.tasks) for htask in plan.htasks)
+        same.setdefault(key, []).append(policy)
     return Choice(
         mix.number,
         len(tasks),
-        dict(predicted),
-        {policy: statistics.median(seconds) for policy, seconds in measured.items()},
+        {" = ".join(alike): plans[alike[0]].iteration_s for alike in same.values()},
+        {" = ".join(alike): _together([measured[policy] for policy in alike]) for alike in same.values()},
     )
+
+
+def _together(measured: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Round by round, of policies that did the same."""
+    return tuple(statistics.mean(round_s) for round_s in zip(*measured, strict=True))
 
 
 def _turned(policies: Sequence[Policy], by: int) -> list[Policy]:

@@ -24,7 +24,8 @@ from benchmarks.timing import Timings, interleave, ratio
 from muxtune.engine import executor
 from muxtune.engine.optim import FlatAdamW
 from muxtune.models.backbone import Backbone
-from muxtune.plan.types import MicroBatch, Policy
+from muxtune.plan.types import MicroBatch
+from muxtune.spec.policy import Policy
 
 POLICIES: tuple[Policy, ...] = ("fuse-all", "sequential", "padded")
 PADDED_TO = {"sst2": 64, "openbookqa": 128, "rte": 256}

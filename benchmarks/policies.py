@@ -29,7 +29,8 @@ from muxtune.engine.planning import Planning
 from muxtune.models.backbone import Backbone
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.profile import OperatorTable
-from muxtune.plan.types import MicroBatch, Policy, RoundSchedule
+from muxtune.plan.types import MicroBatch, RoundSchedule
+from muxtune.spec.policy import Policy
 
 POLICIES: tuple[Policy, ...] = ("muxtune", "fuse-all", "sequential", "padded")
 ONE_BATCH = "padded, in one batch"

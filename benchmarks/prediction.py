@@ -41,9 +41,10 @@ from muxtune.engine.task import Sequences, Task
 from muxtune.models.backbone import Backbone
 from muxtune.plan.cost import CostModel
 from muxtune.plan.profile import OperatorTable
-from muxtune.plan.types import Policy, RoundRecord, RoundSchedule
+from muxtune.plan.types import RoundRecord, RoundSchedule
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft import PeftBase, read_peft
+from muxtune.spec.policy import Policy
 
 MIXES, ROUNDS = 30, 5
 LEAST_LENGTH, MOST_LENGTH = 8, 600

@@ -20,9 +20,9 @@ from muxtune.engine.planning import Planning
 from muxtune.engine.task import Sequences, Task
 from muxtune.models.backbone import Backbone
 from muxtune.models.sources import resolve
-from muxtune.plan.types import Policy
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft import Lora
+from muxtune.spec.policy import Policy
 
 
 @dataclass(slots=True)

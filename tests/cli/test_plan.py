@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from muxtune.engine.trace_file import read_plans, read_traces
-from muxtune.plan.types import MicroBatch
+from muxtune.engine.trace_file import read_lines, read_traces
+from muxtune.plan.types import MicroBatch, Plan
 from tests.cli.projects import TRAINED, write_config
 from tests.cli.shell import Shell
 
@@ -104,7 +104,7 @@ def test_the_picture_needs_nothing_else_and_shows_what_ran(shell: Shell, config:
 
 
 def test_a_run_records_the_plans_in_force(trained: Path) -> None:
-    plans = list(read_plans(trained))
+    plans = [line for line in read_lines(trained) if isinstance(line, Plan)]
     assert [sorted(name for htask in plan.htasks for name in htask.tasks) for plan in plans] == [["chat", "sql"]]
     together = [
         {item.task for item in action.items}

@@ -175,7 +175,8 @@ def test_dry_run(shell: Shell, project: Path, tiny_llama: Path) -> None:
 def test_a_dry_run_is_as_long_as_the_plan_says_where_operators_were_measured(
     shell: Shell, project: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    write_config(project / "eta.yaml", tiny_llama, "eta", TRAINED)
+    unheld = {name: {key: one[key] for key in one if key != "validation"} for name, one in TRAINED.items()}
+    write_config(project / "eta.yaml", tiny_llama, "eta", unheld)
     own = {"XDG_CACHE_HOME": str(tmp_path)}
     guessed = json.loads(shell.run("train", "eta.yaml", "--dry-run", "--json", **own).out)
     assert guessed["time_from"] == "product" and guessed["time_s"] > 0
@@ -192,6 +193,13 @@ def test_a_dry_run_is_as_long_as_the_plan_says_where_operators_were_measured(
     alone = json.loads(shell.run("plan", "pairs.yaml", "--json", **own).out)["tasks"][0]["done_s"]
     compared = json.loads(shell.run("train", "pairs.yaml", "--dry-run", "--json", **own).out)["time_s"] - alone
     assert 0 < compared < alone / 2, "the bare backbone goes forward once, over all that trains"
+    held_out = {**ONE["sql"], "validation": {"path": "data/sql.val.jsonl", "eval_steps": 1}}
+    write_config(project / "held.yaml", tiny_llama, "held", {"sql": held_out})
+    plan = json.loads(shell.run("plan", "held.yaml", "--json", **own).out)
+    assert any("evaluations" in note for note in plan["notes"])
+    run = json.loads(shell.run("train", "held.yaml", "--dry-run", "--json", **own).out)
+    (task,) = plan["tasks"]
+    assert task["done_s"] < run["time_s"] < 3 * task["done_s"], "each step is followed by a pass forward"
 
 
 def test_dry_run_of_what_fits_only_with_recomputation(
@@ -204,7 +212,7 @@ def test_dry_run_of_what_fits_only_with_recomputation(
         write_config(project / "deep.yaml", model, "deep", {"sql": {**ONE["sql"], "gradient_accumulation_steps": 50}})
     )
     needs = footprint(model, torch.float32)
-    between = needs.recomputed().activation_bytes(512, 60) * 3 // 2
+    between = needs.recomputed().activation_bytes(255, 60) * 3 // 2  # its examples have so many tokens in all
     for free, recompute in ((10**9, False), (needs.weights_bytes + 500_000 + between, True)):
         monkeypatch.setattr("muxtune.engine.training.memory_here", lambda device, free=free: (0, free))
         assert run(["train", config, "--dry-run"]) == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from muxtune.engine.load import load_backbone
-from muxtune.engine.profile_cache import FOLDER, KeptTable, find_table, kept_table, key_of, table_for
+from muxtune.engine.profile_cache import FOLDER, KeptTable, find_table, kept_table, key_of
 from muxtune.models.backbone import Backbone
 from muxtune.models.sources import resolve
 from muxtune.plan.profile import OperatorTable, from_json
@@ -117,5 +117,5 @@ def test_who_comes_while_another_measures_waits_and_takes_what_is_kept_then(tmp_
 
 
 def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:
-    found = table_for(backbone_of(), tmp_path, model="tiny")
-    assert found.model == "tiny" and from_json(found.to_json()) == found == table_for(backbone_of(), tmp_path)
+    found = kept_table(backbone_of(), tmp_path, model="tiny").table
+    assert found.model == "tiny" and from_json(found.to_json()) == found == kept_table(backbone_of(), tmp_path).table

@@ -19,12 +19,14 @@ from muxtune.api import train as train_config
 from muxtune.engine import runner
 from muxtune.engine.engine import Engine
 from muxtune.engine.local import LocalEngine
+from muxtune.engine.profiler import measuring_bytes
 from muxtune.engine.runner import Runner
 from muxtune.engine.task_folder import read_origin
-from muxtune.engine.trace_file import read_traces
+from muxtune.engine.trace_file import read_lines, read_traces
 from muxtune.engine.training import TrainingRun
 from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError, TaskError
 from muxtune.models.cache import file_sha256
+from muxtune.plan.types import Plan
 from muxtune.spec.event import RunEvent, TaskEvent
 from muxtune.spec.run import RunSpec
 from muxtune.spec.status import JobStatus
@@ -280,6 +282,24 @@ def test_what_a_killed_process_left_is_removed(make: Make, cache: Path, disk: Pa
         staged.mkdir() if "json" not in path.name else staged.touch()
     train(run, cache_dir=cache, resume=True)
     assert not list((disk / "run").rglob("*.staged"))
+
+
+def test_what_operators_cost_is_not_measured_where_memory_has_no_room_for_it(
+    make: Make, tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, notices = 2**28, list[str]()
+    monkeypatch.setattr("muxtune.engine.training.memory_here", lambda device: (process, 10**12))
+    monkeypatch.setattr("muxtune.engine.local.kept_table", lambda *args, **more: pytest.fail("measures"))
+    run = TrainingRun(make({"a": {}, "b": {}}), cache_dir=tmp_path)
+    base = run.base()
+    found = run.admit(run.prepare(run.plan()[0], base)[0], base)
+    limit = process + found.model.weights_bytes + 2 * sum(size.alone_bytes for size in found.sizes)
+    assert limit - process - found.model.weights_bytes < measuring_bytes(found.model)
+    tight = make({"a": {}, "b": {}}, memory_limit=limit)
+    list(TrainingRun(tight, cache_dir=tmp_path, notice=notices.append).events())
+    assert status(disk / "run/a") == status(disk / "run/b") == "completed"
+    assert any("memory has room for" in one and "`muxtune profile`" in one for one in notices)
+    assert not [line for line in read_lines(disk / "run") if isinstance(line, Plan)]
 
 
 def test_a_stated_limit_lowers_a_new_jobs_chunks_and_refuses_one_that_began_with_larger(

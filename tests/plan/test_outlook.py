@@ -12,9 +12,10 @@ from muxtune.errors import ConfigError
 from muxtune.plan.cost import CostModel
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.outlook import Outlooks, cost_on
-from muxtune.plan.planner import POLICIES, make_plan
+from muxtune.plan.planner import make_plan
 from muxtune.plan.profile import Curve, Directions
 from muxtune.spec.cluster import ClusterSpec, Link
+from muxtune.spec.policy import POLICIES
 from tests.plan.tables import load, loads, table
 
 LINK = Link(bandwidth=10**9, latency_s=1e-5)

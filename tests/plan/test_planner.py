@@ -9,8 +9,9 @@ from hypothesis import given
 from muxtune.plan.cost import CostModel
 from muxtune.plan.loads import passes
 from muxtune.plan.memory import MemoryModel
-from muxtune.plan.planner import POLICIES, ineffective, make_plan, reasons, rows_of
+from muxtune.plan.planner import ineffective, make_plan, reasons, rows_of
 from muxtune.plan.types import Plan
+from muxtune.spec.policy import POLICIES
 from tests.plan.tables import load, loads, table
 
 ALL = st.sampled_from(POLICIES)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxtune.plan.profile import BUSY_SPREAD, VERSION, AdapterCost, Curve, Directions, OperatorTable, by_size, from_json
+from muxtune.plan.profile import (
+    BUSY_OTHERS,
+    BUSY_SPREAD,
+    VERSION,
+    AdapterCost,
+    Curve,
+    Directions,
+    OperatorTable,
+    by_size,
+    from_json,
+)
 
 _SECONDS = st.floats(0, 10, allow_nan=False)
 
@@ -42,6 +53,7 @@ def tables(draw: st.DrawFn) -> OperatorTable:
         draw(curves()),
         draw(st.none() | directions()),
         spread=draw(_SECONDS),
+        others=draw(_SECONDS),
     )
 
 
@@ -75,7 +87,7 @@ def test_a_file_that_was_cut_off_is_no_table(table: OperatorTable, at: int) -> N
 def test_a_file_of_another_version_or_a_damaged_one_is_no_table(path: tuple[str | int, ...], value: object) -> None:
     line = Directions(Curve((16.0, 32.0), (1.0, 2.0)), Curve((16.0,), (1.0,)))
     table = OperatorTable("m", "cpu", "float32", 1, 2, 8, line.forward, {1: line}, line, line, {}, line.forward)
-    known = json.loads(OperatorTable(**{**_fields(table), "adapters": {"lora": (AdapterCost(1, line),)}}).to_json())
+    known = json.loads(replace(table, adapters={"lora": (AdapterCost(1, line),)}).to_json())
     assert from_json(json.dumps(known)) is not None
     *outer, last = path
     place = known
@@ -137,11 +149,8 @@ def test_what_does_not_contradict_itself_is_left_as_it_was_measured() -> None:
     assert by_size([large, small]) == (small, large)
 
 
-def test_a_table_whose_repeats_were_far_apart_says_that_the_machine_was_busy() -> None:
+def test_repeats_far_apart_and_processors_in_the_hands_of_others_say_that_the_machine_was_busy() -> None:
     line = Directions(Curve((16.0,), (1.0,)), Curve((16.0,), (1.0,)))
     table = OperatorTable("m", "cpu", "float32", 1, 2, 8, line.forward, {1: line}, line, line, {}, line.forward)
-    assert not table.busy and OperatorTable(**{**_fields(table), "spread": 2 * BUSY_SPREAD}).busy  # type: ignore[arg-type]
-
-
-def _fields(table: OperatorTable) -> dict[str, object]:
-    return {name: getattr(table, name) for name in table.__slots__}
+    assert not table.busy
+    assert replace(table, spread=2 * BUSY_SPREAD).busy and replace(table, others=2 * BUSY_OTHERS).busy

@@ -13,7 +13,8 @@ from muxtune.errors import StateError
 from muxtune.plan.align import align
 from muxtune.plan.legal import require_legal
 from muxtune.plan.round import Participant, derive_round, fuse
-from muxtune.plan.types import MicroBatch, OptimStep, Plan, Policy, RoundSchedule, SequenceRef, WorkItem
+from muxtune.plan.types import MicroBatch, OptimStep, Plan, RoundSchedule, SequenceRef, WorkItem
+from muxtune.spec.policy import Policy
 from tests.plan.rounds import participants, plans
 
 POLICIES = st.sampled_from(["sequential", "fuse-all", "padded", "muxtune"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muxtune.spec import JobSpec, lr_at, steps_per_epoch, total_steps, warmup_steps
+from muxtune.spec.schedule import evaluations
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -27,6 +28,15 @@ def test_learning_rates(kind: str, warmup: float, total: int) -> None:
         assert lr_at(spec, step, total) == theirs.get_last_lr()[0], step
         optimizer.step()
         theirs.step()
+
+
+@pytest.mark.parametrize("done", [0, 1, 5, 7, 8])
+@pytest.mark.parametrize(("every", "groups"), [(None, 3), (None, 8), (1, 3), (3, 3), (9, 3)])
+def test_evaluations_are_counted_as_they_fall_due(every: int | None, groups: int, done: int) -> None:
+    spec = job(max_steps=8, eval_steps=every, val_set_size=1)
+    due = every or steps_per_epoch(spec, groups)
+    counted = sum(step % due == 0 or step == 8 for step in range(done + 1, 9))
+    assert evaluations(spec, groups, done) == counted
 
 
 def test_totals() -> None:

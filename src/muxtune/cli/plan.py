@@ -20,7 +20,8 @@ from muxtune.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from muxtune.cli.plan_report import Report
-    from muxtune.plan.types import Policy, RoundRecord
+    from muxtune.plan.types import RoundRecord
+    from muxtune.spec.policy import Policy
 
 PolicyName = Annotated[
     str | None,
@@ -90,7 +91,7 @@ def plan(
 
 def _policies(asked: str | None, configured: Policy) -> tuple[Policy, ...]:
     """The one to show first, then those it is compared with."""
-    from muxtune.plan.planner import POLICIES
+    from muxtune.spec.policy import POLICIES
 
     if asked is None:
         return (configured,)

@@ -16,7 +16,8 @@ from markupsafe import Markup
 
 from muxtune.cli.chart import Block, Chart, Kind, groups, legend, seconds_text, svg
 from muxtune.cli.measured import measured_chart, train_rounds
-from muxtune.cli.plan_report import Report, counted, soon, tasks_text
+from muxtune.cli.plan_report import Report, soon, tasks_text
+from muxtune.cli.terminal import counted
 from muxtune.durable import write_durably
 from muxtune.engine.shortage import size_text
 from muxtune.errors import ConfigError
@@ -89,25 +90,26 @@ def _is_picture(path: Path) -> bool:
 
 def write_page(path: Path, report: Report, name: str, records: Sequence[RoundRecord] = ()) -> bool:
     """Write the picture, whole or not at all; whether something measured is in it. Raises ConfigError."""
-    text, measured = page(report, name, records), bool(train_rounds(records, _drawn_tasks(report), _MEASURED_ROUNDS))
+    compared = train_rounds(records, _drawn_tasks(report), _MEASURED_ROUNDS)
+    text = page(report, name, compared, recorded=bool(records))
     try:
         write_durably(path.resolve(), text.encode("utf-8", "replace"))  # a link stays one
     except OSError as error:
         told = f"cannot be written: {error.strerror}"
         raise ConfigError(told, where=f"--html {path}", hint="make room, or name a file in another folder") from None
-    return measured
+    return bool(compared)
 
 
-def page(report: Report, name: str, records: Sequence[RoundRecord] = ()) -> str:
-    """The HTML of a report on the config file `name`."""
+def page(report: Report, name: str, compared: Sequence[RoundRecord] = (), *, recorded: bool = False) -> str:
+    """The HTML of a report on the config file `name`, beside what rounds of its run took; `recorded`: it has any."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("muxtune.cli") / "plan.html.j2").read_text(encoding="utf-8"))
     return template.render(
         title=f"Plan of {name}",
         lead=_lead(report),
-        notes=_page_notes(report, records),
+        notes=_page_notes(report, missing=recorded and not compared),
         facts=list(_facts(report)),
-        charts=_charts(report, records),
+        charts=_charts(report, compared),
         tables=list(_tables(report)),
         footer=_footer(report),
     )
@@ -138,13 +140,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield f"{outlook.timeline.stall_share:.0%}", "waits for collectives (stalls)"
 
 
-def _charts(report: Report, records: Sequence[RoundRecord]) -> list[_Drawn]:
+def _charts(report: Report, compared: Sequence[RoundRecord]) -> list[_Drawn]:
     names, timeline = _drawn_tasks(report), report.outlook.timeline
     rounds = "one iteration"
     if timeline.iterations > 1:
         rounds = f"{timeline.iterations} iterations, one every {seconds_text(report.outlook.iteration_s)} on average"
     charts = [(predicted_chart(timeline, names, f"Predicted: {rounds}"), "hTask.pass")]
-    compared = train_rounds(records, names, _MEASURED_ROUNDS)
     if compared:
         first = compared[0].schedule.round
         took = sum(done.step is not None and done.step.task in names for done in compared[0].actions)
@@ -167,11 +168,12 @@ def _drawn_tasks(report: Report) -> list[str]:
     return [name for htask in report.outlook.plan.htasks for name in htask.tasks][:_MOST_TASKS]
 
 
-def _page_notes(report: Report, records: Sequence[RoundRecord]) -> list[str]:
+def _page_notes(report: Report, *, missing: bool) -> list[str]:
+    """`missing`: there is a record, and nothing in it to compare with."""
     notes = list(report.notes)
     if (more := len(report.forecast.loads) - _MOST_TASKS) > 0:
         notes.append(f"{counted(more, 'more task')} have no lane of their own below")
-    if records and not train_rounds(records, _drawn_tasks(report), _MEASURED_ROUNDS):
+    if missing:
         notes.append("no round of the recorded run trained any of these tasks: nothing measured is shown")
     return [f"{note[:1].upper()}{note[1:]}." for note in notes]
 

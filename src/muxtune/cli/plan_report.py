@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from muxtune.cli.chart import seconds_text
-from muxtune.cli.terminal import duration
+from muxtune.cli.terminal import counted, duration
 from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS
 from muxtune.engine.shortage import size_text
 from muxtune.plan.outlook import Outlook, Outlooks, cost_on
 from muxtune.plan.planner import Reason, ineffective, reasons
-from muxtune.plan.types import Policy
 from muxtune.spec.cluster import ClusterSpec
+from muxtune.spec.policy import Policy
 
 if TYPE_CHECKING:
     from muxtune.engine.forecast import Forecast
@@ -116,17 +116,14 @@ def _notes(forecast: Forecast, *, pipelined: bool) -> Iterator[str]:
     for tokens in sorted({tokens for _, tokens in forecast.smaller}):
         names = [name for name, own in forecast.smaller if own == tokens]
         yield f"memory_limit has room for chunks of {tokens} tokens, not {DEFAULT_CHUNK_TOKENS}: {_few(names)}"
+    if forecast.evaluates:
+        yield "times are those of training: evaluations, samples and saving come on top"
     if pipelined:
         yield "what fusing more would cost depends on the whole pipeline, so there is no number: see --policy all"
 
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def counted(number: int, noun: str) -> str:
-    """1 -> "1 task", 2 -> "2 tasks"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def soon(seconds: float) -> str:

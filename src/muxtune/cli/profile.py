@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from muxtune.cli.terminal import console, duration, grid
+from muxtune.cli.terminal import console, counted, duration, grid
 
 if TYPE_CHECKING:
     from muxtune.engine.profile_cache import KeptTable
@@ -64,11 +64,14 @@ def profile(
 
 def _show(kept: KeptTable, weights: int) -> None:
     table = kept.table
-    layers, threads = _counted(table.layers, "layer"), _counted(table.threads, "thread")
+    layers, threads = counted(table.layers, "layer"), counted(table.threads, "thread")
     print(f"{table.model}: {layers}, {table.dtype}, {table.device}, {threads}")
     print(f"{_age(kept)}, {'kept in' if kept.kept else 'but could not be kept in'} {kept.path}")
     if table.busy:
-        print(f"repeats differed by {table.spread:.0%}: the machine was busy; --fresh measures again, once it is quiet")
+        print(
+            f"the machine was busy: others used {table.others:.0%} of the processors, repeats differed by "
+            f"{table.spread:.0%}; --fresh measures again, once it is quiet"
+        )
     print()
     _show_layers(table, weights)
     _show_counts("attention of a sequence in one layer: positions", table.attention)
@@ -80,10 +83,6 @@ def _show(kept: KeptTable, weights: int) -> None:
 def _age(kept: KeptTable) -> str:
     ago_s = time.time() - kept.table.measured_at_s
     return "measured now" if kept.fresh else f"measured {duration(ago_s)} ago" if ago_s >= 1 else "measured just now"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _show_layers(table: OperatorTable, weights: int) -> None:

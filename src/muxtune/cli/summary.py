@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from muxtune.cli.table import number, step_text
-from muxtune.cli.terminal import console, grid, printable
+from muxtune.cli.terminal import console, counted, grid, printable
 from muxtune.cli.view import RunView, TaskView
 
 
@@ -35,7 +35,7 @@ def ending(view: RunView) -> str:
     failed = view.with_state("failed")
     done = len(view.with_state("completed"))
     count = len(view.tasks)
-    told = f"{done} of {count} job{'s' * (count != 1)} completed"
+    told = f"{done} of {counted(count, 'job')} completed"
     return f"{told}; failed: {_names(failed)}" if failed else told
 
 

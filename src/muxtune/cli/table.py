@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from muxtune.cli.terminal import duration
+from muxtune.cli.terminal import counted, duration
 from muxtune.cli.view import RunView, TaskView
 
 _HEADINGS = ("task", "PEFT", "step", "epoch", "loss", "eval", "lr", "tok/s", "ETA", "state")
@@ -80,7 +80,7 @@ def _totals(view: RunView) -> Row:
     speed = view.pace.tokens_per_s if running else None
     count = len(view.tasks)
     row = dict.fromkeys(_HEADINGS, "")
-    row |= {"task": f"{count} job{'s' * (count != 1)}", "step": steps, "tok/s": number(speed, ".0f")}
+    row |= {"task": counted(count, "job"), "step": steps, "tok/s": number(speed, ".0f")}
     return row | {"ETA": duration(view.eta_s), "state": f"{running} running"}
 
 

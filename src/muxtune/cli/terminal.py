@@ -52,6 +52,11 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 job", "1,200 jobs"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def grid(*headings: str) -> Table:
     """An empty table without lines; the first column is text, the others numbers."""
     from rich.table import Table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from muxtune.cli.terminal import console, grid, print_json
+from muxtune.cli.terminal import console, counted, grid, print_json
 from muxtune.errors import StateError
 
 if TYPE_CHECKING:
@@ -22,12 +22,18 @@ Json = Annotated[bool, typer.Option("--json", help="The totals as JSON.")]
 
 def trace(run: Run, last: Last = 20, as_json: Json = False) -> None:
     """Show the rounds of a run: passes, rows, what part of them was no token, and the plan last in force."""
-    from muxtune.engine.trace_file import read_plans, read_traces
+    from muxtune.engine.trace_file import read_lines
+    from muxtune.plan.types import Plan
 
-    records = list(read_traces(Path(run)))
+    records: list[RoundRecord] = []
+    plans: list[Plan] = []
+    for line in read_lines(Path(run)):
+        if isinstance(line, Plan):
+            plans.append(line)
+        else:
+            records.append(line)
     if not records:
         raise StateError("no rounds are recorded here", where=run, hint="give the output_dir of a run")
-    plans = list(read_plans(Path(run)))
     if as_json:
         print_json({**_totals(records), "plans": len(plans)})
         return
@@ -70,7 +76,7 @@ def _kinds(record: RoundRecord) -> str:
 def _line(plans: Sequence[Plan]) -> str:
     count, last = len(plans), plans[-1]
     htasks = " | ".join(" ".join(htask.tasks) for htask in last.htasks)
-    return f"{count} plan{'s' * (count != 1)}, the last: {htasks}, {last.iteration_s:.3f} s an iteration predicted"
+    return f"{counted(count, 'plan')}, the last: {htasks}, {last.iteration_s:.3f} s an iteration predicted"
 
 
 def _show(records: Sequence[RoundRecord], last: int) -> None:

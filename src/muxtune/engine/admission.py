@@ -31,10 +31,13 @@ import torch
 
 from muxtune.data.prepare import PreparedJob
 from muxtune.engine.engine import DEFAULT_CHUNK_TOKENS
+from muxtune.engine.loads import most_rows, state_bytes, widest_chunk
+from muxtune.engine.planning import memory_model
 from muxtune.engine.room import Room, starting
 from muxtune.engine.shortage import all_too_large, rounded_up, too_large, what_to_do
 from muxtune.errors import AdapterError, ConfigError, MuxTuneError
 from muxtune.models.memory import Footprint
+from muxtune.plan.memory import MemoryModel
 from muxtune.spec.job import JobSpec
 from muxtune.spec.peft.targets import refuse_unmatched
 from muxtune.spec.schedule import total_steps
@@ -108,6 +111,16 @@ class Admission:
     @property
     def room(self) -> Room:
         return Room(self.model, self.limit_bytes, self.process_bytes)
+
+    @property
+    def memory(self) -> MemoryModel:
+        """What was reckoned with, as the planner knows it."""
+        return memory_model(
+            self.model,
+            process_bytes=self.process_bytes,
+            limit_bytes=self.limit_bytes,
+            keep_tokens=self.keep_tokens,
+        )
 
     @property
     def refusals(self) -> tuple[tuple[JobSpec, MuxTuneError], ...]:
@@ -235,13 +248,13 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, chunk_tok
             where=f"jobs.{job.name}.peft",
             hint="choose another type, or other target_modules",
         )
-    widest = _widest(job, rows, chunk_tokens)
+    widest = widest_chunk(job, most_rows(job, prepared.data.train), chunk_tokens)
     return JobSize(
         job,
         seen,
         widest,
         parameters,
-        _state_bytes(job, model, dtype),
+        state_bytes(job.peft, model.places, dtype),
         model.activation_bytes(widest, seen),
         job.peft.flops_per_token(model.places),
         chunk_tokens,
@@ -252,18 +265,13 @@ def _size(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, chunk_tok
 def _chunk_tokens(prepared: PreparedJob, model: Footprint, dtype: torch.dtype, room: int | None) -> int:
     """The job's chunk budget, where `room` is all that its adapter and activations may take."""
     job, (rows, seen) = prepared.job, _longest(prepared)
-    budget = DEFAULT_CHUNK_TOKENS
+    budget, step_rows = DEFAULT_CHUNK_TOKENS, most_rows(job, prepared.data.train)
     while room is not None and budget > _LEAST_CHUNK:
-        held = _state_bytes(job, model, dtype) + _carried_bytes(job, model, rows, seen, budget)
-        if model.activation_bytes(_widest(job, rows, budget), seen) <= room - held:
+        held = state_bytes(job.peft, model.places, dtype) + _carried_bytes(job, model, rows, seen, budget)
+        if model.activation_bytes(widest_chunk(job, step_rows, budget), seen) <= room - held:
             break
         budget //= 2
     return budget
-
-
-def _widest(job: JobSpec, rows: int, chunk_tokens: int) -> int:
-    """Rows of the largest chunk, where sequences have up to `rows`."""
-    return min(max(chunk_tokens, job.peft.virtual_rows + 1), job.group_size * rows * job.effective_batch)
 
 
 def _carried_bytes(job: JobSpec, model: Footprint, rows: int, seen: int, chunk_tokens: int) -> int:
@@ -276,10 +284,6 @@ def _longest(prepared: PreparedJob) -> tuple[int, int]:
     """Rows of the longest sequence, and the positions that its last token sees."""
     longest = max(sequence.input_tokens for sequence in prepared.data.train)
     return longest + prepared.job.peft.virtual_rows, longest + prepared.job.peft.lead
-
-
-def _state_bytes(job: JobSpec, model: Footprint, dtype: torch.dtype) -> int:
-    return job.peft.state_bytes(model.places) * (torch.promote_types(dtype, torch.float32).itemsize // 4)
 
 
 def _check_targets(job: JobSpec, model: Footprint) -> None:

@@ -33,13 +33,13 @@ from muxtune.plan.types import (
     ItemOutcome,
     OptimStep,
     Plan,
-    Policy,
     RoundRecord,
     RoundSchedule,
     StepOutcome,
     WorkKind,
 )
 from muxtune.spec.job import JobSpec
+from muxtune.spec.policy import Policy
 from muxtune.spec.status import JobStatus
 
 DEFAULT_CHUNK_TOKENS = 512

@@ -14,10 +14,8 @@ import torch
 from muxtune.data.prepare import PreparedJob
 from muxtune.engine.admission import Admission, admit
 from muxtune.engine.load import choose_device, choose_dtype
-from muxtune.engine.loads import load_of_prepared
+from muxtune.engine.loads import load_of
 from muxtune.engine.local import LocalEngine
-from muxtune.engine.planning import memory_model
-from muxtune.engine.profile_cache import find_table
 from muxtune.engine.training import TrainingRun
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder
@@ -36,6 +34,7 @@ class Forecast:
     most_rows: that a pass may have.
     recompute: whether activations are computed twice.
     smaller: jobs whose chunks memory_limit makes smaller, and to how many tokens.
+    evaluates: whether any of them holds something out.
     """
 
     loads: tuple[TaskLoad, ...]
@@ -45,6 +44,7 @@ class Forecast:
     most_rows: int
     recompute: bool
     smaller: tuple[tuple[str, int], ...] = ()
+    evaluates: bool = False
 
 
 def forecast(training: TrainingRun, notice: Callable[[str], None], *, here: bool = True) -> Forecast:
@@ -62,7 +62,7 @@ def forecast(training: TrainingRun, notice: Callable[[str], None], *, here: bool
     base = training.base()
     prepared, _ = training.prepare(planned, base)
     admission = training.admit(prepared, base, planned) if here else _unbounded(training, prepared, base)
-    table = known_table(training, base) or _measured(training, base, notice)
+    table = training.known_table(base) or _measured(training, base, notice)
     return forecast_of(prepared, admission, table)
 
 
@@ -71,20 +71,29 @@ def forecast_of(
 ) -> Forecast:
     """Of jobs that have been admitted; `done` are the steps of those that go on."""
     done, places, keep_tokens = done or {}, admission.model.places, admission.keep_tokens
-    chunks = {size.job.name: size.chunk_tokens for size in admission.sizes}
+    sizes = {size.job.name: size for size in admission.sizes}
     loads = (
-        load_of_prepared(one, chunks[one.job.name], places, done=done.get(one.job.name, 0), keep_tokens=keep_tokens)
+        load_of(
+            one.job,
+            one.data.train,
+            size.chunk_tokens,
+            places,
+            done=done.get(one.job.name, 0),
+            keep_tokens=keep_tokens,
+            held_bytes=size.state_bytes,
+        )
         for one in prepared
-        if one.job.name in chunks
+        if (size := sizes.get(one.job.name)) is not None
     )
     return Forecast(
         tuple(loads),
         tuple(size.job.name for size in admission.waiting),
         table,
-        _memory(admission),
+        admission.memory,
         admission.fuse_tokens,
         admission.model.recompute,
         tuple((size.job.name, size.chunk_tokens) for size in admission.sizes if size.warning),
+        any(one.data.validation for one in prepared if one.job.name in sizes),
     )
 
 
@@ -98,24 +107,6 @@ def _unbounded(training: TrainingRun, prepared: Sequence[PreparedJob], base: Mod
         training.locate(error)
         raise error
     return replace(found, keep_tokens=0)
-
-
-def known_table(training: TrainingRun, base: ModelFolder) -> OperatorTable | None:
-    """What operators cost, where it has been measured for a run like this; no weight is loaded."""
-    if training.num_hidden_layers is not None:
-        return None
-    run = training.run
-    device = choose_device(run.device)
-    return find_table(base.path, training.cache, device=device, dtype=choose_dtype(run.dtype, device))
-
-
-def _memory(admission: Admission) -> MemoryModel:
-    return memory_model(
-        admission.model,
-        process_bytes=admission.process_bytes,
-        limit_bytes=admission.limit_bytes,
-        keep_tokens=admission.keep_tokens,
-    )
 
 
 def _measured(training: TrainingRun, base: ModelFolder, notice: Callable[[str], None]) -> OperatorTable:

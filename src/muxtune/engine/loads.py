@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
-from muxtune.data.prepare import PreparedJob
 from muxtune.data.sampler import Sampler
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource
@@ -44,12 +44,13 @@ def load_of(
     total: int | None = None,
     keep_tokens: int = 0,
     shares: bool | None = None,
+    held_bytes: int | None = None,
 ) -> TaskLoad:
     """Of a job on its training sequences, at least one. `places`: every attach point of the base model.
 
     `done`, `total`: optimizer steps that have been, and that there are in all (None: as the job says). `keep_tokens`:
     rows whose activations may be kept between passes, as if nobody else's were. `shares`: whether prefixes are shared
-    (None: as the job says).
+    (None: as the job says). `held_bytes`: of the adapter, its gradient and moments (None: in fp32).
     """
     group = job.group_size
     groups = len(sequences) // group
@@ -67,8 +68,8 @@ def load_of(
         chunks,
         label_of(job.peft),
         job.peft.parameters(places),
-        job.peft.state_bytes(places),
-        min(budget, _most_rows(job, sequences)),
+        state_bytes(job.peft, places) if held_bytes is None else held_bytes,
+        widest_chunk(job, most_rows(job, sequences), chunk_tokens),
         group * (longest + job.peft.lead) if cut else 0,
         max(0, total - done),
         points_of(job.peft, places),
@@ -79,16 +80,37 @@ def load_of(
 
 def load_of_task(task: Task, places: Sequence[Place], *, keep_tokens: int = 0) -> TaskLoad:
     """Of an attached task with data, from the step that is next."""
-    data, done, total = task.data.train, task.step, task.total_steps
-    budget, shares = task.chunk_tokens, task.shares
-    return load_of(task.job, data, budget, places, done=done, total=total, keep_tokens=keep_tokens, shares=shares)
+    return load_of(
+        task.job,
+        task.data.train,
+        task.chunk_tokens,
+        places,
+        done=task.step,
+        total=task.total_steps,
+        keep_tokens=keep_tokens,
+        shares=task.shares,
+        held_bytes=state_bytes(task.job.peft, places, task.adapter.parameters.values.dtype),
+    )
 
 
-def load_of_prepared(
-    prepared: PreparedJob, chunk_tokens: int, places: Sequence[Place], *, done: int = 0, keep_tokens: int = 0
-) -> TaskLoad:
-    """Of a job whose data have been read, before anything is loaded, from the step after `done` of them."""
-    return load_of(prepared.job, prepared.data.train, chunk_tokens, places, done=done, keep_tokens=keep_tokens)
+def state_bytes(peft: PeftBase, places: Sequence[Place], dtype: torch.dtype = torch.float32) -> int:
+    """Of an adapter, its gradient and moments, on a base model of weights in `dtype`: fp32, or finer where they are."""
+    return peft.state_bytes(places) * (torch.promote_types(dtype, torch.float32).itemsize // 4)
+
+
+def most_rows(job: JobSpec, sequences: Sequence[TokenSequence]) -> int:
+    """Of any optimizer step: those of its longest groups."""
+    size = job.group_size
+    rows = (
+        np.array([one.input_tokens for one in sequences], np.int64).reshape(-1, size).sum(axis=1)
+        + size * job.peft.virtual_rows
+    )
+    return int(np.sort(rows)[-job.effective_batch :].sum())
+
+
+def widest_chunk(job: JobSpec, step_rows: int, chunk_tokens: int) -> int:
+    """Rows of the largest chunk at most, where no step has more than `step_rows`."""
+    return min(max(chunk_tokens, job.peft.virtual_rows + 1), step_rows)
 
 
 def points_of(peft: PeftBase, places: Iterable[Place]) -> int:
@@ -111,6 +133,15 @@ def members_of(
     return found
 
 
+def pass_s(
+    batch: MicroBatch, cost: CostModel, tasks: Mapping[str, Task], loads: Mapping[str, TaskLoad], sources: Sources
+) -> float:
+    """Predicted seconds of a pass of a schedule; 0 where nothing in it is known. `cost` must know whether it
+    recomputes."""
+    members = members_of(batch, tasks, loads, sources)
+    return cost.pass_cost(members, width=batch.width).total_s(cost.layers) if members else 0.0
+
+
 def predicted_s(
     schedule: RoundSchedule,
     cost: CostModel,
@@ -118,14 +149,11 @@ def predicted_s(
     loads: Mapping[str, TaskLoad],
     sources: Sources,
 ) -> list[float]:
-    """Seconds of each action of a schedule. `cost` must know whether its passes recompute."""
-
-    def seconds(batch: MicroBatch) -> float:
-        members = members_of(batch, tasks, loads, sources)
-        return cost.pass_cost(members, width=batch.width).total_s(cost.layers) if members else 0.0
-
+    """Seconds of each action of a schedule."""
     return [
-        seconds(action) if isinstance(action, MicroBatch) else cost.step_s(loads[action.task])
+        pass_s(action, cost, tasks, loads, sources)
+        if isinstance(action, MicroBatch)
+        else cost.step_s(loads[action.task])
         for action in schedule.actions
     ]
 
@@ -185,13 +213,3 @@ def _span(ref: SequenceRef, peft: PeftBase | None) -> Span:
 def _trained(sequence: TokenSequence, ref: SequenceRef) -> int:
     """Rows that predict a trained token (`muxtune.engine.packing`), those apart that a sequence before it has too."""
     return int(np.count_nonzero(sequence.mask[max(ref.start + 1, ref.shared) : ref.stop + 1]))
-
-
-def _most_rows(job: JobSpec, sequences: Sequence[TokenSequence]) -> int:
-    """Of any optimizer step: those of its longest groups."""
-    size = job.group_size
-    rows = (
-        np.array([one.input_tokens for one in sequences], np.int64).reshape(-1, size).sum(axis=1)
-        + size * job.peft.virtual_rows
-    )
-    return int(np.sort(rows)[-job.effective_batch :].sum())

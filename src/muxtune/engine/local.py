@@ -54,9 +54,9 @@ from muxtune.peft.folder import require_free, write_adapter, writing
 from muxtune.peft.registry import give, payload, start_from
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.profile import OperatorTable
-from muxtune.plan.types import Policy
 from muxtune.spec.event import StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
+from muxtune.spec.policy import Policy
 
 
 class LocalEngine(Engine):

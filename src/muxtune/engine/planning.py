@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from muxtune.engine.loads import Sources, load_of_task, members_of
+from muxtune.engine.loads import Sources, load_of_task, pass_s
 from muxtune.engine.task import Task
 from muxtune.models.memory import Footprint
 from muxtune.plan.cost import CostModel
@@ -107,9 +107,7 @@ class Planning:
             action = record.schedule.actions[done.action]
             if isinstance(action, MicroBatch) and self._is_predicted(action, tasks):
                 loads = {name: self.load(tasks[name]) for name in tasks_of(action) if name is not None}
-                members = members_of(action, tasks, loads, sources)
-                predicted_s = cost.pass_cost(members, width=action.width).total_s(cost.layers) if members else 0.0
-                passes.append((predicted_s, done.end_s - done.start_s))
+                passes.append((pass_s(action, cost, tasks, loads, sources), done.end_s - done.start_s))
         self._refinement.learn(passes)
         if self._refinement.drifted:
             self._refinement.planned_anew()

@@ -68,12 +68,6 @@ class KeptTable:
     kept: bool = True
 
 
-def table_for(backbone: Backbone, cache_dir: Path, *, fresh: bool = False, model: str = "") -> OperatorTable:
-    """The table of this backbone on its device with the threads there are: kept, or else measured, which takes some
-    seconds, and kept. `fresh` measures in any case; `model` is what a new table calls it."""
-    return kept_table(backbone, cache_dir, fresh=fresh, model=model).table
-
-
 def kept_table(
     backbone: Backbone,
     cache_dir: Path,
@@ -83,7 +77,15 @@ def kept_table(
     measuring: Measure = measure,
     now: Callable[[], float] = time.time,
 ) -> KeptTable:
-    """See `table_for`. `measuring` is asked for a table that is not there; `now` is Unix time."""
+    """The table of this backbone on its device with the threads there are: kept, or else measured, which takes some
+    seconds, and kept.
+
+    Args:
+        fresh: measure in any case.
+        model: what a new table calls the model.
+        measuring: is asked for a table that is not there.
+        now: Unix time.
+    """
     cache, key = ProfileCache(cache_dir / FOLDER), key_of(backbone)
     if not fresh and (found := cache.load(key)) is not None:
         return KeptTable(found, cache.path(key), fresh=False)

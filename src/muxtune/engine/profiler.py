@@ -27,11 +27,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from muxtune.engine.bystanders import others_since, used
 from muxtune.engine.chain import DEPTH, ChainTrial, FirstLayers
 from muxtune.engine.interleaved import Clock, Parts, Stopwatch, Trial
 from muxtune.engine.pieces import EntryTrial, HeadTrial, OptimizerTrial, RefreshTrial, ShardedTrial, shardable
 from muxtune.errors import MuxTuneError
 from muxtune.models.backbone import Backbone
+from muxtune.models.memory import Footprint
 from muxtune.peft.base import Adapter
 from muxtune.peft.registry import build_adapter
 from muxtune.plan.loads import DROPPING, label_of
@@ -62,6 +64,7 @@ ADAPTERS: Sequence[Mapping[str, object]] = (
 )
 _LAYERS, _ADAPTERS, _OTHERS = 0.45, 0.35, 0.04  # shares of the budget
 _ALONE_EVERY = 3
+_ALLOCATOR = 1.1  # of what is asked for, what the process grows by
 _FULL_WEIGHTS = 2_000_000  # of a layer, from which on it is worth the whole budget
 
 Known = dict[str, tuple[AdapterCost, ...]]
@@ -75,6 +78,7 @@ def measure(
     Takes about `budget_s` - by default `BUDGET_S`, and less for a model whose layers are small - or longer where two
     runs of everything do.
     """
+    before = used()
     watch = Stopwatch(clock, backbone.device, _budget_s(backbone) if budget_s is None else budget_s)
     layer, attention = _layers(backbone, watch)
     head = _head(backbone, watch)
@@ -93,12 +97,29 @@ def measure(
         optimizer=_optimizer(backbone, watch),
         seen=_seen(backbone, watch, layer, attention),
     )
-    return replace(table, spread=watch.spread)
+    return replace(table, spread=watch.spread, others=others_since(before))
 
 
 def _budget_s(backbone: Backbone) -> float:
     weights = sum(op.in_features * op.out_features for op in backbone.attach_points.values() if op.layer == 0)
     return BUDGET_S * min(1.0, weights / _FULL_WEIGHTS)
+
+
+def measuring_bytes(model: Footprint) -> int:
+    """What measuring holds at most beside the process and the weights: activations of the widest pass over `DEPTH`
+    layers, and the adapters of all types on these layers with their gradients."""
+    depth = min(DEPTH, model.blocks)
+    rows = ROWS[-1] * (model.row_bytes + model.score_bytes * ROWS[-1]) * depth // model.blocks
+    parameters = sum(_parameters(spec, model) for spec in _specs()) * depth // model.blocks
+    return int(_ALLOCATOR * (max(rows, model.head_bytes) + 2 * 4 * parameters))
+
+
+def _parameters(spec: PeftBase, model: Footprint) -> int:
+    """0 where the family has no place for the type, or too few numbers for the size."""
+    try:
+        return spec.parameters(model.places)
+    except MuxTuneError:
+        return 0
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from muxtune.durable import discard, make_folder
-from muxtune.plan.trace import from_line, plan_from_line, plan_to_line, to_line
+from muxtune.plan.trace import from_line, to_line
 from muxtune.plan.types import Plan, RoundRecord
 
 FOLDER = ".muxtune.trace"
@@ -45,7 +45,7 @@ class TraceFile:
         if self._file is None:
             return
         try:
-            self._file.write(plan_to_line(record) if isinstance(record, Plan) else to_line(record))
+            self._file.write(to_line(record))
             self._file.flush()
         except OSError:
             self._file = None
@@ -68,30 +68,22 @@ def discard_traces(output_dir: Path) -> None:
 
 def read_traces(output_dir: Path) -> Iterator[RoundRecord]:
     """All records of a run's folder, in the order in which they were written. Warns of lines that are none."""
+    return (line for line in read_lines(output_dir) if isinstance(line, RoundRecord))
+
+
+def read_lines(output_dir: Path) -> Iterator[RoundRecord | Plan]:
+    """The same, and each plan before the rounds that it was in force for."""
     for path in _files(output_dir):
         lost = 0
         for line in _lines(path):
             try:
                 yield from_line(line)
             except ValueError:
-                lost += _plan(line) is None
+                lost += 1
         if lost:
             _LOG.warning(
                 "%s: %d line%s cut off or damaged and passed over", path, lost, " is" if lost == 1 else "s are"
             )
-
-
-def read_plans(output_dir: Path) -> Iterator[Plan]:
-    """The plans that were in force, one after another."""
-    for path in _files(output_dir):
-        yield from (plan for line in _lines(path) if (plan := _plan(line)) is not None)
-
-
-def _plan(line: str) -> Plan | None:
-    try:
-        return plan_from_line(line)
-    except ValueError:
-        return None
 
 
 def _files(output_dir: Path) -> list[Path]:

@@ -36,7 +36,8 @@ from muxtune.engine.admission import Admission, admit
 from muxtune.engine.begin import Failure, FileHashes, PlannedJob, plan_job
 from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.local import LocalEngine
-from muxtune.engine.planning import memory_model
+from muxtune.engine.profile_cache import find_table
+from muxtune.engine.profiler import measuring_bytes
 from muxtune.engine.runner import Runner
 from muxtune.engine.starting import Admitted, Ready, check, opening, start
 from muxtune.engine.task import Task
@@ -47,8 +48,11 @@ from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneEr
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
+from muxtune.plan.memory import size_text
+from muxtune.plan.profile import OperatorTable
 from muxtune.spec.event import RunEvent, TaskEvent
 from muxtune.spec.job import JobSpec
+from muxtune.spec.policy import Policy
 from muxtune.spec.run import RunSpec
 
 LOCK = ".muxtune.lock"
@@ -178,15 +182,14 @@ class TrainingRun:
         yield from self._fail([Failure(job, error, plans[job.name].progress.step) for job, error in admission.refused])
         if not admission.sizes:
             return
+        policy = self._policy(admission, base)
         engine = LocalEngine(
             base,
             device=run.device,
             dtype=run.dtype,
             threads=run.threads,
-            policy=run.policy,
-            memory=memory_model(
-                admission.model, process_bytes=admission.process_bytes, limit_bytes=admission.limit_bytes
-            ),
+            policy=policy,
+            memory=admission.memory,
             fuse_tokens=admission.fuse_tokens,
             recompute=admission.model.recompute,
             keep_tokens=admission.keep_tokens,
@@ -194,7 +197,7 @@ class TrainingRun:
             cache_dir=self.cache,
             notice=self.notice,
         )
-        if run.policy == "muxtune" and len(admission.sizes) > 1:
+        if policy == "muxtune" and len(admission.sizes) > 1:
             engine.ready_to_plan()  # measured now where it must be, not in the first round
         folders, queue = yield from self._begin(engine, admission, plans, prepared)
 
@@ -205,6 +208,26 @@ class TrainingRun:
         with TraceFile.begin(Path(run.output_dir)) as trace:
             runner = Runner(engine, folders=folders, stop=self.stop, sampler=sample, trace=trace.append, queue=queue)
             yield from runner.run()
+
+    def known_table(self, base: ModelFolder) -> OperatorTable | None:
+        """What operators cost, where it has been measured for a run like this; no weight is loaded."""
+        if self.num_hidden_layers is not None:
+            return None
+        device = choose_device(self.run.device)
+        return find_table(base.path, self.cache, device=device, dtype=choose_dtype(self.run.dtype, device))
+
+    def _policy(self, admission: Admission, base: ModelFolder) -> Policy:
+        """The run's, but where planning would have to measure first and memory has no room for that."""
+        if self.run.policy != "muxtune" or len(admission.sizes) + len(admission.waiting) < 2:
+            return self.run.policy
+        needed, room = measuring_bytes(admission.model), admission.room.left_bytes(())
+        if needed <= room or self.known_table(base) is not None:
+            return "muxtune"
+        self.notice(
+            f"measuring what operators cost takes {size_text(needed)}, and memory has room for {size_text(room)}: "
+            "tasks are fused as they come (policy fuse-all). `muxtune profile` measures once for all runs"
+        )
+        return "fuse-all"
 
     def _begin(
         self,

@@ -77,7 +77,8 @@ class CostModel:
         entry, forward, backward, leave = (
             float(part) for part in self._shared(run, np.asarray(trained), trains, resumes)
         )
-        for own_forward, own_backward in [*self._each(members), *self._filling(filling, trains, resumes)]:
+        own = [self._own(*member) for member in members]
+        for own_forward, own_backward in [*own, *self._filling(filling, trains, resumes)]:
             forward += own_forward
             backward += own_backward
         leave += sum(self._compared(chunk) for _, chunk in members)
@@ -102,10 +103,6 @@ class CostModel:
         if trains:
             leave = leave + self.table.head.backward(trained)
         return self.table.entry(run), forward, backward, leave
-
-    def _each(self, members: Sequence[tuple[TaskLoad, ChunkLoad]]) -> Iterator[tuple[float, float]]:
-        for member in members:
-            yield self._own(*member)
 
     def _filling(self, rows: Sequence[int], trains: bool, resumes: bool) -> Iterator[tuple[float, float]]:
         """Rows that are nobody's attend to each other all the same."""

@@ -176,7 +176,7 @@ def fits(
     if most_rows is not None:
         able &= rows <= most_rows
     if free_bytes is not None:
-        able &= memory.head_bytes + rows * (memory.row_bytes + memory.score_bytes * longest) <= free_bytes
+        able &= memory.pass_bytes(rows, longest) <= free_bytes
     return able
 
 

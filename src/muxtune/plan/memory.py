@@ -10,8 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from muxtune.plan.loads import TaskLoad, packed_rows
+
+Count = TypeVar("Count", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,13 @@ class MemoryModel:
         own = sum(task.state_bytes + task.carried * self.position_bytes for task in tasks)
         return self.base_bytes + own
 
-    def pass_bytes(self, rows: int, longest: int) -> int:
+    def pass_bytes(self, rows: Count, longest: Count) -> Count:
+        """Of passes of so many rows whose longest sequences see so many positions: numbers, or arrays of them."""
         return self.head_bytes + rows * (self.row_bytes + self.score_bytes * longest)
+
+    def rows_within(self, free_bytes: int, longest: int) -> int:
+        """The most rows of a pass that takes no more than `free_bytes`."""
+        return max(0, free_bytes - self.head_bytes) // (self.row_bytes + self.score_bytes * longest)
 
     def peak_bytes(
         self,

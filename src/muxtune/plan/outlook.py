@@ -27,8 +27,9 @@ from muxtune.plan.planner import Members, fused, pass_costs, plan_of, rows_of
 from muxtune.plan.profile import OperatorTable
 from muxtune.plan.simulate import SimTask, balanced_split, sim_task, simulate
 from muxtune.plan.timeline import Timeline
-from muxtune.plan.types import Plan, Policy
+from muxtune.plan.types import Plan
 from muxtune.spec.cluster import ClusterSpec
+from muxtune.spec.policy import Policy
 
 ITERATIONS = 4  # that are simulated where iterations overlap
 _BUCKETS = 8  # numbers of buckets that are tried, at most
@@ -75,7 +76,7 @@ class Outlooks:
         plan, timeline = self._best(self.loads, policy)
         done_s = completion(
             self.loads,
-            lambda left: self._planned(left, policy),
+            lambda left: self._planned(left, policy, plan),
             self.cluster,
             layers=self.cost.layers,
             row_bytes=self.cost.table.row_bytes,
@@ -83,9 +84,9 @@ class Outlooks:
         )
         return Outlook(plan, timeline, dict(done_s))
 
-    def _planned(self, loads: Sequence[TaskLoad], policy: Policy) -> Planned:
-        """Of the tasks that are left, as `completion` asks for it."""
-        plan, _ = self._best(loads, policy)
+    def _planned(self, loads: Sequence[TaskLoad], policy: Policy, first: Plan) -> Planned:
+        """Of the tasks that are left, as `completion` asks for it; `first` is the plan of all."""
+        plan = first if len(loads) == len(self.loads) else self._best(loads, policy)[0]
         by_name = {load.name: load for load in loads}
         return [self._sim([by_name[name] for name in htask.tasks], policy) for htask in plan.htasks], plan.buckets
 

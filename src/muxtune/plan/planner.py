@@ -18,9 +18,8 @@ from muxtune.plan.fusion import fuse_optimally
 from muxtune.plan.loads import TaskLoad, packed_rows, padded_to_longest, passes, widest_span
 from muxtune.plan.memory import MemoryModel
 from muxtune.plan.round import neighbours
-from muxtune.plan.types import HTask, Plan, Policy
-
-POLICIES: tuple[Policy, ...] = ("sequential", "fuse-all", "padded", "muxtune")
+from muxtune.plan.types import HTask, Plan
+from muxtune.spec.policy import Policy
 
 Members = Sequence[TaskLoad]
 
@@ -92,8 +91,7 @@ def _most(loads: Members, memory: MemoryModel, most_rows: int | None, also_held:
     free_bytes = memory.free_bytes([*loads, *also_held])
     if free_bytes is None or not loads:
         return most_rows
-    row_bytes = memory.row_bytes + memory.score_bytes * max(load.longest for load in loads)
-    rows = max(0, free_bytes - memory.head_bytes) // row_bytes
+    rows = memory.rows_within(free_bytes, max(load.longest for load in loads))
     return rows if most_rows is None else min(rows, most_rows)
 
 

@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-VERSION = 2  # of what is measured, and of how it is written down
+VERSION = 3  # of what is measured, and of how it is written down
 
 BUSY_SPREAD = 0.25  # of repeats, from which on the machine was busy with something else
+BUSY_OTHERS = 0.1  # of the processors, in the hands of others, likewise
 
 Floats = npt.NDArray[np.float64]
 
@@ -127,6 +128,7 @@ class OperatorTable:
     row_bytes: of one row between two layers, which is also what a collective moves a row.
     measured_at_s: Unix time; 0 where nobody said.
     spread: how far repeats were apart when it was measured: the middle half of them, as a part of their median.
+    others: the part of the processors that other processes used meanwhile.
     """
 
     model: str
@@ -144,11 +146,12 @@ class OperatorTable:
     seen: Directions | None = None
     measured_at_s: float = 0.0
     spread: float = 0.0
+    others: float = 0.0
 
     @property
     def busy(self) -> bool:
         """Whether the machine did something else while this was measured, so that it is not to be trusted much."""
-        return self.spread > BUSY_SPREAD
+        return self.spread > BUSY_SPREAD or self.others > BUSY_OTHERS
 
     def to_json(self) -> str:
         """One document, with its version."""
@@ -182,6 +185,7 @@ def _table(found: Mapping[str, Any]) -> OperatorTable:
         seen=_directions(seen) if seen is not None else None,
         measured_at_s=_numbers([found["measured_at_s"]])[0],
         spread=_numbers([found["spread"]])[0],
+        others=_numbers([found["others"]])[0],
     )
     if 1 not in table.layer:
         raise ValueError("there is no layer of degree 1")

@@ -30,12 +30,12 @@ from muxtune.plan.types import (
     MicroBatch,
     OptimStep,
     Plan,
-    Policy,
     RoundSchedule,
     SequenceRef,
     WorkItem,
     WorkKind,
 )
+from muxtune.spec.policy import Policy
 
 _Running = list[tuple["Participant", int]]  # who runs which of its chunks
 

@@ -1,9 +1,8 @@
 """The trace of a run: its `RoundRecord`s as lines of JSON, in the schedule's own vocabulary.
 
 A line is one executed schedule: what it said and what ran when, times in seconds since that round began - or a plan,
-which was in force for the rounds after it. Fields that
-have their default are left out, and numbers that are not finite are null. Log-probabilities are not kept: one number a
-token would make the trace larger than the data.
+which was in force for the rounds after it. Fields that have their default are left out, and numbers that are not finite
+are null. Log-probabilities are not kept: one number a token would make the trace larger than the data.
 """
 
 from __future__ import annotations
@@ -32,34 +31,19 @@ from muxtune.plan.types import (
 )
 
 
-def to_line(record: RoundRecord) -> str:
+def to_line(written: RoundRecord | Plan) -> str:
     """One line, its end included."""
-    return json.dumps(_plain(record), separators=(",", ":"), allow_nan=False) + "\n"
+    plain = {"plan": _plain(written)} if isinstance(written, Plan) else _plain(written)
+    return json.dumps(plain, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def from_line(line: str) -> RoundRecord:
+def from_line(line: str) -> RoundRecord | Plan:
     """What `to_line` wrote, but for log-probabilities. Raises ValueError for anything else."""
     try:
         found = json.loads(line)
-        schedule = RoundSchedule(found["schedule"]["round"], tuple(map(_action, found["schedule"]["actions"])))
-        return RoundRecord(schedule, tuple(map(_action_record, found.get("actions", ()))), found["wall_s"])
+        return _plan(found["plan"]) if "plan" in found else _record(found)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not the record of a round: {error}") from None
-
-
-def plan_to_line(plan: Plan) -> str:
-    """One line, its end included."""
-    return json.dumps({"plan": _plain(plan)}, separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def plan_from_line(line: str) -> Plan:
-    """What `plan_to_line` wrote. Raises ValueError for anything else."""
-    try:
-        found = json.loads(line)["plan"]
-        htasks = tuple(HTask(**{**one, "tasks": tuple(one["tasks"])}) for one in found["htasks"])
-        return Plan(**{**found, "htasks": htasks, "buckets": tuple(map(tuple, found["buckets"]))})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a plan: {error}") from None
+        raise ValueError(f"neither the record of a round nor a plan: {error}") from None
 
 
 def _plain(value: object) -> Any:
@@ -72,6 +56,16 @@ def _plain(value: object) -> Any:
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _record(found: Mapping[str, Any]) -> RoundRecord:
+    schedule = RoundSchedule(found["schedule"]["round"], tuple(map(_action, found["schedule"]["actions"])))
+    return RoundRecord(schedule, tuple(map(_action_record, found.get("actions", ()))), found["wall_s"])
+
+
+def _plan(found: Mapping[str, Any]) -> Plan:
+    htasks = tuple(HTask(**{**one, "tasks": tuple(one["tasks"])}) for one in found["htasks"])
+    return Plan(**{**found, "htasks": htasks, "buckets": tuple(map(tuple, found["buckets"]))})
 
 
 def _action(found: Mapping[str, Any]) -> Action:

@@ -28,9 +28,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from muxtune.spec.policy import Policy
+
 WorkKind = Literal["train", "carry", "score", "eval", "reference", "decode"]
 LossKind = Literal["sft", "dpo"]
-Policy = Literal["sequential", "fuse-all", "padded", "muxtune"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,13 @@ from muxtune.errors import ConfigError
 from muxtune.spec.border import Spec
 from muxtune.spec.job import JobSpec
 from muxtune.spec.names import first_repeated
+from muxtune.spec.policy import POLICIES, Policy
 from muxtune.spec.scalars import Integer, PathText, Size, choice, clip, read_integer
 
 _DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 MAX_THREADS = 4096
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
-Policy = Annotated[
-    Literal["sequential", "fuse-all", "padded", "muxtune"],
-    BeforeValidator(choice("sequential", "fuse-all", "padded", "muxtune")),
-]
 read_dtype = choice("auto", "fp32", "bf16", "fp64", aliases=_DTYPE_ALIASES, later=("fp16", "float16"))
 DType = Annotated[Literal["auto", "fp32", "bf16", "fp64"], BeforeValidator(read_dtype)]
 
@@ -48,7 +45,7 @@ Degree = Annotated[int, BeforeValidator(_read_degree), Field(ge=1)]
 class RunSpec(Spec):
     base_model: PathText  # an alias, a folder (relative to the working directory) or a hub name
     output_dir: PathText  # relative to the working directory; a job's output is output_dir/NAME
-    policy: Policy = "muxtune"
+    policy: Annotated[Policy, BeforeValidator(choice(*POLICIES))] = "muxtune"
     memory_limit: Annotated[Size, Field(ge=1)] | None = None  # bytes; None: what the machine has
     threads: Annotated[Integer, Field(ge=1, le=MAX_THREADS)] | None = None  # None: as torch chooses
     device: Annotated[str, BeforeValidator(read_device)] = "auto"  # auto: cuda if there, else cpu

@@ -23,6 +23,13 @@ def steps_per_epoch(job: JobSpec, groups: int) -> int:
     return max(1, math.ceil(groups / job.effective_batch))
 
 
+def evaluations(job: JobSpec, groups: int, done: int = 0) -> int:
+    """How many there are after `done` steps, where something is held out: every `eval_steps` steps (or epoch), and
+    after the last."""
+    total, every = total_steps(job, groups), job.eval_every or steps_per_epoch(job, groups)
+    return -(-total // every) - done // every if done < total else 0
+
+
 def warmup_steps(job: JobSpec, total: int) -> int:
     """`warmup_steps` as steps: a fraction is of all `total` steps, rounded up."""
     return int(job.warmup_steps) if job.warmup_steps >= 1 else math.ceil(total * job.warmup_steps)

@@ -255,7 +255,8 @@ def test_each_product_runs_on_the_rows_of_the_tree_and_the_head_once_on_what_is_
     with Products(weights | {"head": backbone.head.weight_VD}, backbone.model) as seen:
         stepped = step(backbone, Alike("only", LORA, examples))
     rows = 40 + sum(RESTS) - len(RESTS)
-    assert {seen.rows[name] for name in weights} == {rows + -rows % 16} == {stepped.record.rows}
+    layers = {count for name, count in seen.rows.items() if name != "head"}  # some may run as one
+    assert layers == {rows + -rows % 16} == {stepped.record.rows}
     common = 39  # of 40 tokens all but the first are targets; what follows differs and is predicted from one row
     own = sum(sequence.trained_tokens - common for sequence in examples)
     assert seen.rows["head"] == common + own + -(common + own) % 16

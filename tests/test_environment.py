@@ -17,8 +17,8 @@ OWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_CBWR")
 @pytest.mark.parametrize(
     ("said", "cpu", "added"),
     [
-        ({}, "GenuineIntel", {"GOMP_SPINCOUNT": "5000", "MKL_CBWR": "AUTO,STRICT"}),
-        ({}, "AuthenticAMD", {"GOMP_SPINCOUNT": "5000"}),
+        ({}, "GenuineIntel", {"GOMP_SPINCOUNT": "20000", "MKL_CBWR": "AUTO,STRICT"}),
+        ({}, "AuthenticAMD", {"GOMP_SPINCOUNT": "20000"}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, "", {}),
         ({"GOMP_SPINCOUNT": "7", "MKL_CBWR": "AVX2"}, "GenuineIntel", {}),
     ],
@@ -43,7 +43,7 @@ def test_it_is_there_before_torch() -> None:
     code = "import sys, os, muxtune; assert 'torch' not in sys.modules; print(os.environ['GOMP_SPINCOUNT'])"
     kept = {name: value for name, value in os.environ.items() if name not in OWN}
     ended = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
-    assert ended.stdout == "5000\n"
+    assert ended.stdout == "20000\n"
 
 
 @pytest.mark.skipif(cpu_vendor() != "GenuineIntel", reason="MKL's strict mode is asked for on Intel's CPUs")

@@ -199,11 +199,13 @@ def test_moving_in_changes_nothing_and_places_come_free_again() -> None:
     slabs.take(twin)
     assert twin.slot is not None and (twin.slot.slab, twin.slot.index) == (adapter.slot.slab, 1)
     values = twin.parameters.values.clone()
+    adapter.parameters.gradient.fill_(3)
     del dispatch, adapter, leaf
     gc.collect()
     (again,) = _dispatches([Member(4, slab=False)])
     slabs.take(again.adapter)
     assert again.adapter.slot is not None and again.adapter.slot.index == 0
+    assert not again.adapter.parameters.gradient.any(), "what was there before has been left"
     assert torch.equal(twin.parameters.values, values)
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
+import sys
+
+import psutil
 import pytest
 import torch
 
@@ -83,3 +88,26 @@ def test_values_of_another_adapter_do_not_go_in(change: str) -> None:
 def test_the_memory_it_says_is_values_gradient_and_two_moments() -> None:
     parameters = _parameters()
     assert parameters.state_bytes == 4 * 4 * (16 + 16 + 16 + 16)
+
+
+def test_large_buffers_lie_at_pages_and_take_memory_when_they_are_written() -> None:
+    resident = psutil.Process().memory_info
+    before = resident().rss
+    parameters = FlatParameters({"w": (1000, 10_000)}, torch.float32, torch.device("cpu"))
+    assert parameters.values.data_ptr() % mmap.PAGESIZE == parameters.gradient.data_ptr() % mmap.PAGESIZE == 0
+    assert resident().rss - before < 10_000_000
+    assert not parameters.gradient.any() and not parameters.values.any()
+    parameters.gradient.fill_(1)
+    assert resident().rss - before > 38_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on the data segment is Linux's")
+def test_no_memory_for_them_is_said_as_such() -> None:
+    """So that whoever asks whether an error is of memory (`muxtune.engine.failure`) knows it."""
+    held = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().vms, held[1]))
+    try:
+        with pytest.raises(MemoryError, match="bytes"):
+            FlatParameters({"w": (1 << 40,)}, torch.float32, torch.device("cpu"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, held)

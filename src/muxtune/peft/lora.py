@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -74,10 +75,15 @@ class LoraModule(LowRankModule):
         self.bind()
 
     def bind(self) -> None:
-        """Make anew the views that the products take, which cost as much as a small product."""
-        a_RI, b_OR, *_ = self.parameters
-        self._pair = PairStack.of(a_RI, b_OR, self._scale)
+        """Have the views that the products take made anew, which cost as much as a small product, when they are
+        needed."""
+        self.__dict__.pop("_pair", None)
         self._runs: dict[tuple[int, int], LoraModule] = {}
+
+    @cached_property
+    def _pair(self) -> PairStack:
+        a_RI, b_OR, *_ = self.parameters
+        return PairStack.of(a_RI, b_OR, self._scale)
 
     def run(self, count: int, distance: int) -> LoraModule:
         """This pair and those of the adapters behind its own as one module, on the rows of all; see `PairStack.of`."""

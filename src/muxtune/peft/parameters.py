@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from muxtune.peft.pages import zeros
+
 _ALIGNMENT = 16
 
 
@@ -44,8 +46,8 @@ class FlatParameters:
             self._offsets[name] = total
             size = torch.Size(shape).numel()
             total += size + -size % _ALIGNMENT
-        self.values = torch.zeros(total, dtype=dtype, device=device)
-        self.gradient = torch.zeros_like(self.values)
+        self.values, _ = zeros(total, dtype=dtype, device=device)
+        self.gradient, _ = zeros(total, dtype=dtype, device=device)
         self.views: dict[str, Tensor] = {}
         for name, shape in shapes.items():
             leaf = self._placed(self.values, name, shape).detach().requires_grad_()
@@ -64,9 +66,9 @@ class FlatParameters:
 
     @torch.no_grad()
     def move(self, values: Tensor, gradient: Tensor) -> None:
-        """Go over to other buffers, whatever they hold. The leaves are the same ones; views of them are not."""
+        """Go over to other buffers: `values` may hold anything, `gradient` is zero, as this one's still is. The leaves
+        are the same ones; views of them are not."""
         values.copy_(self.values)
-        gradient.copy_(self.gradient)
         self.values, self.gradient = values, gradient
         for name, leaf in self.views.items():
             shape = tuple(leaf.shape)
@@ -89,6 +91,10 @@ class FlatParameters:
             view.copy_(tensors[name])
 
     def _placed(self, buffer: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-        start = self._offsets[name]
-        flat = buffer[start : start + torch.Size(shape).numel()]
-        return flat.view(shape[::-1]).T if name in self._columns_first else flat.view(shape)
+        strides = [1] * len(shape)
+        if name in self._columns_first:
+            strides[-1] = shape[0]
+        else:
+            for dim in range(len(shape) - 1, 0, -1):
+                strides[dim - 1] = strides[dim] * shape[dim]
+        return buffer.as_strided(shape, strides, buffer.storage_offset() + self._offsets[name])

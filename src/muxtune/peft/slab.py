@@ -15,9 +15,9 @@ import mmap
 import weakref
 
 import torch
-from torch import Tensor
 
 from muxtune.peft.base import Adapter, Slot
+from muxtune.peft.pages import zeros
 from muxtune.peft.parameters import FlatParameters
 
 MOST = 32
@@ -33,9 +33,12 @@ class Slab:
         size = like.values.numel()
         self.distance = size  # elements from one adapter to the next
         capacity = max(1, min(MOST, SLAB_BYTES // max(1, size * like.values.element_size())))
-        (self._values, *values), (self._gradients, *gradients) = _buffer(like, capacity), _buffer(like, capacity)
-        self._pages = [*values, *gradients]
+        dtype, device = like.values.dtype, like.values.device
+        self._values, values = zeros(capacity, size, dtype=dtype, device=device)
+        self._gradients, gradients = zeros(capacity, size, dtype=dtype, device=device)
+        self._pages = [pages for pages in (values, gradients) if pages is not None and hasattr(mmap, "MADV_DONTNEED")]
         self._free = set(range(capacity))
+        self._written: set[int] = set()
 
     @property
     def full(self) -> bool:
@@ -46,9 +49,12 @@ class Slab:
         return len(self._free) == len(self._values)
 
     def take(self, parameters: FlatParameters) -> int:
-        """Move an adapter's values and gradient in, at the first free place; which that is."""
+        """Move an adapter that has not begun to train in, at the first free place; which that is."""
         place = min(self._free)
         self._free.discard(place)
+        if place in self._written:
+            self._gradients[place].zero_()
+        self._written.add(place)
         parameters.move(self._values[place], self._gradients[place])
         weakref.finalize(parameters, self._free.add, place).atexit = False
         return place
@@ -88,13 +94,3 @@ class Slabs:
         for slabs in self._slabs.values():
             for slab in slabs:
                 slab.trim()
-
-
-def _buffer(like: FlatParameters, capacity: int) -> tuple[Tensor] | tuple[Tensor, mmap.mmap]:
-    """[capacity, numbers of `like`], and the pages it lies in where the system takes pages back."""
-    size, dtype, device = like.values.numel(), like.values.dtype, like.values.device
-    size_bytes = capacity * size * dtype.itemsize
-    if device.type != "cpu" or not size_bytes or not hasattr(mmap, "MADV_DONTNEED"):
-        return (torch.empty(capacity, size, dtype=dtype, device=device),)
-    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(capacity, size), pages

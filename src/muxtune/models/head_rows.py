@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-SLICE_ROWS = 256
+SLICE_ROWS = 128  # logits of more leave the caches, and cost new pages each time (docs/log.md)
 ROW_MULTIPLE = 16
 
 _Rows = npt.NDArray[np.int64]

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-VERSION = 3  # of what is measured, and of how it is written down
+VERSION = 4  # of what is measured, and of how it is written down
 
 BUSY_SPREAD = 0.25  # of repeats, from which on the machine was busy with something else
 BUSY_OTHERS = 0.1  # of the processors, in the hands of others, likewise

@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_written_costs_the_measurement_only(tmp_path: Pa
 
 
 def test_who_comes_while_another_measures_waits_and_takes_what_is_kept_then(tmp_path: Path) -> None:
-    measuring, backbone = Measuring(), backbone_of()
+    measuring, backbone, said = Measuring(), backbone_of(), list[str]()
     began, go_on = Event(), Event()
 
     class Slow(Measuring):
@@ -111,12 +111,12 @@ def test_who_comes_while_another_measures_waits_and_takes_what_is_kept_then(tmp_
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(_kept, backbone, tmp_path, Slow())
         assert began.wait(60)
-        second = pool.submit(_kept, backbone, tmp_path, measuring)
+        second = pool.submit(kept_table, backbone, tmp_path, measuring=measuring, notice=said.append)
         sleep(0.2)
-        assert not second.done()
+        assert not second.done() and said == ["waiting for another process, which measures what operators cost here"]
         go_on.set()
         assert first.result(60).fresh and second.result(60).table == first.result().table
-    assert measuring.times == 0
+    assert measuring.times == 0 and said[1:] == [""]
 
 
 def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:

@@ -63,7 +63,13 @@ def profile(
     backbone = load_backbone(
         folder, device=device, dtype=dtype.value, num_hidden_layers=num_hidden_layers, block=block.value
     )
-    kept = kept_table(backbone, default_cache_dir(), fresh=fresh, model=folder.public_name)
+    kept = kept_table(
+        backbone,
+        default_cache_dir(),
+        fresh=fresh,
+        model=folder.public_name,
+        notice=lambda text: print(text, file=sys.stderr) if text else None,
+    )
     weights = sum(op.in_features * op.out_features for op in backbone.attach_points.values() if op.layer == 0)
     if as_json:
         print(kept.table.to_json())

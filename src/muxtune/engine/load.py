@@ -56,7 +56,11 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if available else "cpu")
     if name.startswith("cuda") and not available:
         raise ConfigError("there is no CUDA device here", where="device", hint="device: cpu, or auto")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        there = ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+        raise ConfigError(f"there is no {name} here", where="device", hint=f"there are: {there}")
+    return device
 
 
 def choose_dtype(name: DTypeName, device: torch.device) -> torch.dtype:

@@ -340,4 +340,4 @@ def _table(backbone: Backbone, cache: Path, model: str, notice: Callable[[str], 
         finally:
             notice("")
 
-    return kept_table(backbone, cache, model=model, measuring=measuring).table
+    return kept_table(backbone, cache, model=model, measuring=measuring, notice=notice).table

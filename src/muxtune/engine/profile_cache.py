@@ -76,6 +76,7 @@ def kept_table(
     model: str = "",
     measuring: Measure = measure,
     now: Callable[[], float] = time.time,
+    notice: Callable[[str], None] = lambda text: None,
 ) -> KeptTable:
     """The table of this backbone on its device with the threads there are: kept, or else measured, which takes some
     seconds, and kept.
@@ -85,11 +86,12 @@ def kept_table(
         model: what a new table calls the model.
         measuring: is asked for a table that is not there.
         now: Unix time.
+        notice: is told that another process measures, which this one waits for, and then "".
     """
     cache, key = ProfileCache(cache_dir / FOLDER), key_of(backbone)
     if not fresh and (found := cache.load(key)) is not None:
         return KeptTable(found, cache.path(key), fresh=False)
-    with _alone(cache_dir):
+    with _alone(cache_dir, notice):
         if not fresh and (found := cache.load(key)) is not None:  # measured by another process meanwhile
             return KeptTable(found, cache.path(key), fresh=False)
         table = replace(measuring(backbone, model=model), measured_at_s=now())
@@ -97,14 +99,14 @@ def kept_table(
 
 
 @contextmanager
-def _alone(cache_dir: Path) -> Iterator[None]:
+def _alone(cache_dir: Path, notice: Callable[[str], None]) -> Iterator[None]:
     """Within, no other process of this cache measures: two at once would spoil each other's figures, and make the same
     table twice. Where there can be no lock, or one is held for too long, it is done without."""
     lock: FileLock | None = None
     try:
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(cache_dir / LOCK, timeout=LONGEST_WAIT_S, thread_local=False)
-        lock.acquire()
+        _acquire(lock, notice)
     except (OSError, Timeout, NotImplementedError):
         lock = None
     try:
@@ -112,6 +114,17 @@ def _alone(cache_dir: Path) -> Iterator[None]:
     finally:
         if lock is not None:
             lock.release()
+
+
+def _acquire(lock: FileLock, notice: Callable[[str], None]) -> None:
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        notice("waiting for another process, which measures what operators cost here")
+        try:
+            lock.acquire()
+        finally:
+            notice("")
 
 
 def find_table(

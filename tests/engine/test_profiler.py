@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from itertools import count, pairwise
+from time import perf_counter
 
 import pytest
 import torch
 
-from muxtune.engine import interleaved
+from muxtune.engine import interleaved, profiler
+from muxtune.engine.chain import DEPTH
 from muxtune.engine.interleaved import Stopwatch, spread_of, typical
 from muxtune.engine.pieces import ShardedTrial, shardable
 from muxtune.engine.profiler import ADAPTERS, SHORTEST, _parted, measure
@@ -96,6 +98,30 @@ def test_a_layer_and_its_sequences_are_told_apart() -> None:
     assert layer.seconds == pytest.approx([base(rows) for rows in (16, 64, 256, 512)])
     assert attention.seconds == pytest.approx([call + square * (own**2 - 64**2) for own in (64, 128, 256, 512)])
     assert float(attention(4)) == pytest.approx(call)
+
+
+def test_what_all_layers_take_over_a_few_multiplies_what_is_of_a_layer(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only counts how often it is read, so that two tables are the same."""
+
+    def table(forward: float, backward: float) -> OperatorTable:
+        monkeypatch.setattr(profiler, "_deep", lambda *_: (forward, backward))
+        readings = count()
+        return measure(backbone, budget_s=0.5, clock=lambda: float(next(readings)))
+
+    alone, deep = table(1, 1), table(2, 4)
+    assert deep.layer == {degree: one.scaled(2, 4) for degree, one in alone.layer.items()}
+    assert alone.attention.scaled(2, 4) == deep.attention and alone.seen is not None
+    assert alone.seen.scaled(2, 4) == deep.seen and (alone.head, alone.entry) == (deep.head, deep.entry)
+    assert [one.cost for one in deep.adapters["lora"]] == [one.cost.scaled(2, 4) for one in alone.adapters["lora"]]
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_all_layers_take_no_less_than_a_few(layers: int) -> None:
+    own = backbone_of("llama", layers=layers)
+    forward, backward = profiler._deep(own, Stopwatch(perf_counter, CPU, 0.5))
+    assert min(forward, backward) >= 1 and ((forward, backward) == (1, 1) or layers > DEPTH)
 
 
 def test_linears_are_split_as_their_roles_say(backbone: Backbone) -> None:

@@ -59,7 +59,7 @@ class FirstLayers:
 
 
 class ChainTrial:
-    """A packed pass of sequences of these lengths over `DEPTH` layers: the first ones with an `adapter`, which has been
+    """A packed pass of sequences of these lengths over `depth` layers: the first ones with an `adapter`, which has been
     made for them (`FirstLayers`), on all rows; or without `rotating`."""
 
     def __init__(
@@ -70,6 +70,7 @@ class ChainTrial:
         adapter: Adapter | None = None,
         *,
         rotating: bool = True,
+        depth: int = DEPTH,
     ) -> None:
         self._watch = watch
         self._adapter = adapter
@@ -83,7 +84,7 @@ class ChainTrial:
             self._prelude = backbone.begin(self._laid.ids_T, self._laid.positions_T, self._pass())
         rows_TD = self._prelude.x_TD
         self._grad_TD = torch.randn(rows_TD.shape, generator=torch.Generator().manual_seed(0)).to(rows_TD)
-        self._windows = _windows(backbone.blocks, rotating and adapter is None)
+        self._windows = _windows(backbone.blocks, depth, rotating and adapter is None)
         self._turn = 0
 
     def __call__(self) -> Parts:
@@ -114,8 +115,8 @@ class ChainTrial:
         )
 
 
-def _windows(blocks: Sequence[Block], rotating: bool) -> list[Sequence[Block]]:
-    """`DEPTH` neighbours each; all of a shallower backbone."""
-    if not rotating or len(blocks) <= DEPTH:
-        return [blocks[:DEPTH]]
-    return [blocks[start : start + DEPTH] for start in range(0, len(blocks) - DEPTH + 1, DEPTH)]
+def _windows(blocks: Sequence[Block], depth: int, rotating: bool) -> list[Sequence[Block]]:
+    """`depth` neighbours each; all of a shallower backbone."""
+    if not rotating or len(blocks) <= depth:
+        return [blocks[:depth]]
+    return [blocks[start : start + depth] for start in range(0, len(blocks) - depth + 1, depth)]

@@ -6,6 +6,8 @@
     seen         the same layers with a learned prefix, less the layer
     head         the head and the loss on gathered rows, without and with their gradient
     entry        a pass of the executor through no layer at all, with nothing to predict
+    depth        all layers with a LoRA, over as many times what a few take: what they keep leaves the caches. Whatever
+                 is of a layer is multiplied with it
     degrees      layer[d] = layer[1] - linears at their shapes + linears at the shapes of one of d ranks
 
 The trials of a part run in turn (`muxtune.engine.interleaved`). Counts of rows that would take much of the budget by
@@ -45,6 +47,7 @@ ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 SHORT = 64  # rows of a sequence where the layer is measured
 SHORTEST, MANY = 4, 256  # rows of a sequence, and of a pass, where short sequences are told from the layer
 ADAPTED_ROWS = (16, 128, 512)  # the last is the rows of a chunk, which are the most that a task brings
+WHOLE_ROWS = (128, 512)  # of passes through all layers
 TRAINED = (16, 64, 128, 384)
 ENTERED = (16, 128, 512, 2048)
 SHARDED_ROWS = (16, 128, 512, 2048)
@@ -82,6 +85,9 @@ def measure(
     watch = Stopwatch(clock, backbone.device, _budget_s(backbone) if budget_s is None else budget_s)
     layer, attention = _layers(backbone, watch)
     head = _head(backbone, watch)
+    attention_seen = _seen(backbone, watch, layer, attention)
+    deep = _deep(backbone, watch)
+    degrees = {1: layer, **_degrees(backbone, watch, layer)}
     table = OperatorTable(
         model=model or str(backbone.config.model_type),
         device=device_name(backbone.device),
@@ -90,12 +96,15 @@ def measure(
         layers=len(backbone.blocks),
         row_bytes=int(backbone.config.hidden_size) * backbone.dtype.itemsize,
         entry=_entry(backbone, watch),
-        layer={1: layer, **_degrees(backbone, watch, layer)},
-        attention=attention,
+        layer={degree: one.scaled(*deep) for degree, one in degrees.items()},
+        attention=attention.scaled(*deep),
         head=head,
-        adapters=_adapters(backbone, watch),
+        adapters={
+            label: tuple(replace(one, cost=one.cost.scaled(*deep)) for one in own)
+            for label, own in _adapters(backbone, watch).items()
+        },
         optimizer=_optimizer(backbone, watch),
-        seen=_seen(backbone, watch, layer, attention),
+        seen=attention_seen.scaled(*deep) if attention_seen is not None else None,
     )
     return replace(table, spread=watch.spread, others=others_since(before))
 
@@ -107,9 +116,10 @@ def _budget_s(backbone: Backbone) -> float:
 
 def measuring_bytes(model: Footprint) -> int:
     """What measuring holds at most beside the process and the weights: activations of the widest pass over `DEPTH`
-    layers, and the adapters of all types on these layers with their gradients."""
+    layers, or of that through all, and the adapters of all types on these layers with their gradients."""
     depth = min(DEPTH, model.blocks)
     rows = ROWS[-1] * (model.row_bytes + model.score_bytes * ROWS[-1]) * depth // model.blocks
+    rows = max(rows, WHOLE_ROWS[-1] * (model.row_bytes + model.score_bytes * SHORT))
     parameters = sum(_parameters(spec, model) for spec in _specs()) * depth // model.blocks
     return int(_ALLOCATOR * (max(rows, model.head_bytes) + 2 * 4 * parameters))
 
@@ -181,6 +191,23 @@ def _seen(backbone: Backbone, watch: Stopwatch, layer: Directions, attention: Di
         return _rising(own, own.values())
 
     return Directions(curve(0, layer.forward, attention.forward), curve(1, layer.backward, attention.backward))
+
+
+def _deep(backbone: Backbone, watch: Stopwatch) -> tuple[float, float]:
+    """What a layer takes in a pass through all of them, over what it takes among a few: forward, backward."""
+    depth, layers = _depth(backbone), len(backbone.blocks)
+    if layers == depth:
+        return 1.0, 1.0
+    trials: dict[tuple[int, int], Trial] = {}
+    for rows in sorted({min(rows, _most(backbone)) for rows in WHOLE_ROWS}):
+        own = [min(rows, SHORT)] * max(1, rows // SHORT)
+        for over in (depth, layers):
+            adapter = _built(backbone, Lora(), over)
+            trials[rows, over] = ChainTrial(backbone, own, watch, adapter, depth=over)
+    found = watch.timed(trials, share=_OTHERS)
+    ratios = [np.divide(run, found[rows, depth]) for (rows, over), run in found.items() if over == layers]
+    forward, backward = np.maximum(np.mean(ratios, axis=0), 1.0).tolist()
+    return forward, backward
 
 
 def _head(backbone: Backbone, watch: Stopwatch) -> Directions:
@@ -274,9 +301,9 @@ def _specs() -> list[PeftBase]:
     return [spec for one in ADAPTERS if isinstance(spec := read_peft(one), PeftBase)]
 
 
-def _built(backbone: Backbone, spec: PeftBase) -> Adapter | None:
+def _built(backbone: Backbone, spec: PeftBase, depth: int | None = None) -> Adapter | None:
     """On the first layers alone; None where the family has no place for the type, or too few numbers for the size."""
-    view = FirstLayers(backbone, _depth(backbone))
+    view = FirstLayers(backbone, _depth(backbone) if depth is None else depth)
     try:
         return build_adapter(spec, view, seed=0, dtype=backbone.dtype, device=backbone.device)
     except MuxTuneError:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-VERSION = 4  # of what is measured, and of how it is written down
+VERSION = 5  # of what is measured, and of how it is written down
 
 BUSY_SPREAD = 0.25  # of repeats, from which on the machine was busy with something else
 BUSY_OTHERS = 0.1  # of the processors, in the hands of others, likewise
@@ -65,8 +65,9 @@ class Directions:
     forward: Curve
     backward: Curve
 
-    def scaled(self, factor: float) -> Directions:
-        return Directions(self.forward.scaled(factor), self.backward.scaled(factor))
+    def scaled(self, forward: float, backward: float | None = None) -> Directions:
+        """Each by its factor; by one where there is but one."""
+        return Directions(self.forward.scaled(forward), self.backward.scaled(forward if backward is None else backward))
 
 
 @dataclass(frozen=True, slots=True)

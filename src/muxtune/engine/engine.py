@@ -8,7 +8,7 @@ pass and decoding are schedules of it, and so are the client-driven calls `forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,6 +25,9 @@ from muxtune.engine.task import Sequences, Task, aligned, likeness_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
+from muxtune.parallel.adapters import GradientSum, ShardedAdapter, sharded_adapter
+from muxtune.parallel.tensor import ShardedBackbone
+from muxtune.peft.base import Adapter
 from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.registry import build_adapter
 from muxtune.peft.slab import Slabs
@@ -81,6 +84,7 @@ class Engine:
     ) -> None:
         self.backbone = backbone
         self.tasks: dict[str, Task] = {}
+        self.sharded: dict[str, ShardedAdapter] = {}  # by task, where the backbone is split over ranks
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
         self.planning = planning
@@ -111,19 +115,23 @@ class Engine:
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
         self.check(job, data)
-        adapter = build_adapter(
-            job.peft,
-            self.backbone,
-            seed=job.seed,
-            dtype=self.backbone.dtype,
-            device=self.backbone.device,
-        )
+        adapter, norm = self._fresh(job)
         self._slabs.take(adapter)
-        task = Task(job, adapter, data, chunk_tokens=chunk_tokens or self._chunk_tokens, plain=self._plain)
+        budget = chunk_tokens or self._chunk_tokens
+        task = Task(job, adapter, data, chunk_tokens=budget, plain=self._plain, norm=norm)
         self.tasks[task.name] = task
         self.sources[task.train_source] = data.train
         self.sources[task.validation_source] = data.validation
         return task
+
+    def _fresh(self, job: JobSpec) -> tuple[Adapter, Callable[[], float] | None]:
+        """The job's adapter, and what its gradient needs before a step where other ranks have parts of it."""
+        backbone, seed = self.backbone, job.seed
+        if not isinstance(backbone, ShardedBackbone):
+            return build_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device), None
+        sharded = sharded_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device)
+        self.sharded[job.name] = sharded
+        return sharded.adapter, GradientSum(sharded)
 
     def check(self, job: JobSpec, data: Sequences) -> None:
         """What `attach` finds out of the data. Raises DataError."""
@@ -136,6 +144,7 @@ class Engine:
         found = self.task(task)
         found.drop_pending()
         del self.tasks[found.name]
+        self.sharded.pop(found.name, None)
         self._spared.discard(found.name)
         for source in (found.train_source, found.validation_source):
             del self.sources[source]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,10 +61,18 @@ class _Pending:
 
 
 class Task:
-    """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts; `plain` shares no prefixes."""
+    """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts; `plain` shares no prefixes;
+    `norm` is that of `FlatAdamW`."""
 
     def __init__(
-        self, job: JobSpec, adapter: Adapter, data: Sequences, *, chunk_tokens: int, plain: bool = False
+        self,
+        job: JobSpec,
+        adapter: Adapter,
+        data: Sequences,
+        *,
+        chunk_tokens: int,
+        plain: bool = False,
+        norm: Callable[[], float] | None = None,
     ) -> None:
         self.job = job
         self.name = job.name
@@ -72,7 +80,9 @@ class Task:
         self.data = data
         self.chunk_tokens = chunk_tokens
         self.shares = job.share_prefixes and not plain
-        self.optimizer = FlatAdamW(adapter.parameters, weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm)
+        self.optimizer = FlatAdamW(
+            adapter.parameters, weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm, norm=norm
+        )
         groups = len(data.train) // job.group_size
         self.sampler = Sampler(max(1, groups), job.effective_batch, job.seed, shuffle=job.shuffle)
         self.status = JobStatus.QUEUED

@@ -19,6 +19,7 @@ from muxtune.models.weights import load_model
 from muxtune.parallel.mesh import TensorAxis
 from muxtune.parallel.tensor import load_sharded
 from tests.engine.build import CPU, by_task, exact
+from tests.engine.pairs import PairTrial
 from tests.engine.prompts import PeftTrial
 
 
@@ -45,25 +46,28 @@ def folder_of(path: Path) -> ModelFolder:
     return ModelFolder(str(path), path, str(path), "", path)
 
 
-def on_one(path: Path, trials: Sequence[PeftTrial], options: Options) -> dict[str, Outcome]:
+def on_one(path: Path, trials: Sequence[PeftTrial | PairTrial], options: Options) -> dict[str, Outcome]:
     """On one device."""
     attention.register()
     model = load_model(folder_of(path), dtype=torch.float64, device="cpu", attn_implementation="eager")
     return _outcomes(Backbone(model, "transformers"), trials, options)
 
 
-def on_rank(axis: TensorAxis, path: Path, trials: Sequence[PeftTrial], options: Options) -> dict[str, Outcome]:
+def on_rank(
+    axis: TensorAxis, path: Path, trials: Sequence[PeftTrial | PairTrial], options: Options
+) -> dict[str, Outcome]:
     """On this rank, which all others do too."""
     backbone = load_sharded(path, axis, dtype=torch.float64, device=CPU)
     return _outcomes(backbone, trials, options)
 
 
-def _outcomes(backbone: Backbone, trials: Sequence[PeftTrial], options: Options) -> dict[str, Outcome]:
+def _outcomes(backbone: Backbone, trials: Sequence[PeftTrial | PairTrial], options: Options) -> dict[str, Outcome]:
     with exact(torch.float64):
         engine = Engine(backbone, plain=options.plain, recompute=options.recompute)
         for trial in trials:
             engine.attach(trial.job, Sequences(trial.examples), chunk_tokens=trial.chunk_tokens)
-        engine.forward_backward({trial.name: trial.batches[0] for trial in trials})
+        firsts = {trial.name: trial.examples[: trial.batch * trial.job.group_size] for trial in trials}
+        engine.forward_backward(firsts)
         gradients = {name: _gradient(engine, name) for name in engine.tasks}
         for task in engine.tasks.values():
             task.drop_pending()

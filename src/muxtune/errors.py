@@ -71,7 +71,15 @@ class StateError(MuxTuneError):
 
 
 class RankError(MuxTuneError):
+    """`rank`: the one that has failed, where it is known which."""
+
     code = "rank_failed"
+
+    def __init__(
+        self, message: str, *, where: str | None = None, hint: str | None = None, rank: int | None = None
+    ) -> None:
+        super().__init__(message, where=where if rank is None else f"rank {rank}", hint=hint)
+        self.rank = rank
 
 
 def _rebuild(kind: type[MuxTuneError], message: str, where: str | None, hint: str | None) -> MuxTuneError:

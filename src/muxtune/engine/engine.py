@@ -16,6 +16,7 @@ import numpy as np
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
+from muxtune.engine.followers import Followers, Nobody
 from muxtune.engine.limits import require_all_known
 from muxtune.engine.outcomes import merged
 from muxtune.engine.planning import Planning
@@ -66,6 +67,7 @@ class Engine:
             many of the last pieces as fit; those before them run twice. The same bits either way.
         references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
         grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
+        followers: told of each primitive before it runs, where other ranks hold parts of the backbone.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Engine:
         keep_tokens: int = 0,
         references: References | None = None,
         grouping: Rule = measured,
+        followers: Followers | None = None,
     ) -> None:
         self.backbone = backbone
+        self._followers: Followers = followers or Nobody()
         self.tasks: dict[str, Task] = {}
         self.sharded: dict[str, ShardedAdapter] = {}  # by task, where the backbone is split over ranks
         self.sources: dict[str, Source] = {}
@@ -115,10 +119,12 @@ class Engine:
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
         self.check(job, data)
-        adapter, norm = self._fresh(job)
-        self._slabs.take(adapter)
         budget = chunk_tokens or self._chunk_tokens
-        task = Task(job, adapter, data, chunk_tokens=budget, plain=self._plain, norm=norm)
+        with self._followers.attaching(job, data, budget):
+            adapter, norm = self._fresh(job)
+            self._slabs.take(adapter)
+            task = Task(job, adapter, data, chunk_tokens=budget, plain=self._plain, norm=norm)
+        task.whole = self._followers.whole(task)
         self.tasks[task.name] = task
         self.sources[task.train_source] = data.train
         self.sources[task.validation_source] = data.validation
@@ -142,7 +148,8 @@ class Engine:
     def detach(self, task: Task | str) -> None:
         """Forget a task; what it had not applied is dropped."""
         found = self.task(task)
-        found.drop_pending()
+        with self._followers.detaching(found.name):
+            found.drop_pending()
         del self.tasks[found.name]
         self.sharded.pop(found.name, None)
         self._spared.discard(found.name)
@@ -153,7 +160,8 @@ class Engine:
 
     def trim(self) -> None:
         """Give memory that detached tasks have left back to the system, where it was kept for others of their kind."""
-        self._slabs.trim()
+        with self._followers.trimming():
+            self._slabs.trim()
 
     def pause(self, task: Task | str) -> None:
         """Leave a task out of the rounds to come; `resume` brings it back where it was."""
@@ -178,7 +186,8 @@ class Engine:
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run a schedule; see `muxtune.plan.types` for what is legal, `Executor.execute` for what it raises."""
-        record = self._executor.execute(schedule)
+        with self._followers.executing(schedule, self.sources, self.references) as outcome:
+            outcome.record = record = self._executor.execute(schedule)
         if self.planning is not None:
             self.planning.observe(record, self.tasks, self.sources)
         return record
@@ -189,10 +198,13 @@ class Engine:
         taken = sorted(sources.keys() & self.sources.keys())
         if taken:
             raise StateError("a source of this name is in use", where=taken[0])
-        self.sources.update(sources)
+        with self._followers.lending(sources):
+            self.sources.update(sources)
         try:
             yield
         finally:
+            with self._followers.returning(list(sources)):
+                pass
             for name in sources:
                 del self.sources[name]
                 self.references.forget(name)

@@ -17,6 +17,7 @@ from muxtune.data.prefixes import by_beginning
 from muxtune.data.sampler import Sampler
 from muxtune.data.types import TokenSequence
 from muxtune.engine.optim import FlatAdamW
+from muxtune.engine.whole import OwnWhole, Whole
 from muxtune.errors import StateError
 from muxtune.peft.base import Adapter
 from muxtune.plan.align import Likeness, Piece, align
@@ -83,6 +84,7 @@ class Task:
         self.optimizer = FlatAdamW(
             adapter.parameters, weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm, norm=norm
         )
+        self.whole: Whole = OwnWhole(adapter, self.optimizer)  # another one where other ranks have parts of it
         groups = len(data.train) // job.group_size
         self.sampler = Sampler(max(1, groups), job.effective_batch, job.seed, shuffle=job.shuffle)
         self.status = JobStatus.QUEUED
@@ -121,7 +123,7 @@ class Task:
     @property
     def finite(self) -> bool:
         """Whether every trainable number still is."""
-        return bool(self.adapter.parameters.values.isfinite().all())
+        return self.whole.finite()
 
     def participant(self) -> Participant:
         """The next optimizer step as chunks of sequences."""

@@ -85,6 +85,14 @@ class ShardedAdapter:
         """Take this rank's ranges of the values of a whole adapter."""
         self.adapter.load({name: _own(state[name], self.placements[name]) for name in self.placements})
 
+    def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of one tensor a parameter, as wide as the rank's, those of the whole adapter; all ranks ask together."""
+        return {name: self._whole(name, value) for name, value in values.items()}
+
+    def own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rank's ranges of one tensor for each parameter of the whole adapter."""
+        return {name: _own(values[name], placement) for name, placement in self.placements.items()}
+
     def _whole(self, name: str, value: Tensor) -> Tensor:
         placement = self.placements[name]
         if not isinstance(placement, Slice):

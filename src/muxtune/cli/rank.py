@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from muxtune.cli.rank_place import LOGS, LOST, RankPlace, beat, live_with_parent, write_to_log
+from muxtune.cli.rank_place import LOGS, LOST, RankPlace, write_to_log
 from muxtune.cli.terminal import tell
 from muxtune.data.manifest import installed_versions
 from muxtune.engine.failure import brief
@@ -36,8 +36,6 @@ _SLACK = 1.25  # where a starter watches, it is the one to say who does not answ
 @contextmanager
 def leading(place: RankPlace, run: RunSpec, layout: RankLayout, timeout_s: float) -> Iterator[Ranks]:
     """Rank 0's ranks, met and agreed. Raises RankError."""
-    live_with_parent()
-    beat(place)
     try:
         channel, axis = _meet(place, run, timeout_s)
     except RankError as error:
@@ -52,12 +50,10 @@ def leading(place: RankPlace, run: RunSpec, layout: RankLayout, timeout_s: float
 
 def follow(place: RankPlace, run: RunSpec, timeout_s: float) -> int:
     """The exit status of a rank that is not the first. It stops when rank 0 does, whatever signals say."""
-    live_with_parent()
     if place.folder is None:
         write_to_log(Path(run.output_dir) / LOGS / f"{place.rank}.log")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    beat(place)
     try:
         channel, axis = _meet(place, run, timeout_s)
         Follower(channel, axis, cache_dir=default_cache_dir()).run()

@@ -102,8 +102,16 @@ def read_fate(folder: Path, size: int) -> RankError | None:
     return None
 
 
-def live_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends, however that happens (Linux)."""
+def begin_as(place: RankPlace) -> None:
+    """What a rank does first: it ends with the process that has started it, and shows from now on that it lives."""
+    _live_with_parent()
+    if place.folder is not None:
+        file = place.folder / f"beat-{place.rank}"
+        threading.Thread(target=_touch, args=(file,), name="beat", daemon=True).start()
+
+
+def _live_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, however that happens (Linux)."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -111,13 +119,6 @@ def live_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return
     threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
-
-
-def beat(place: RankPlace) -> None:
-    """Show from now on that this process lives, where anybody looks."""
-    if place.folder is not None:
-        file = place.folder / f"beat-{place.rank}"
-        threading.Thread(target=_touch, args=(file,), name="beat", daemon=True).start()
 
 
 def write_to_log(path: Path) -> None:

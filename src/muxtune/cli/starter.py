@@ -7,7 +7,7 @@ others print goes to `.muxtune.ranks/RANK.log` in the output folder. They meet i
     a rank dies           noticed within a moment; rank 0 is told which, ends the run with that error and its summary
     a rank shows no life  after `timeout_s` it is taken for dead, and ended
     rank 0 does           the error is said here
-    this process dies     the kernel ends the ranks (`live_with_parent`)
+    this process dies     the kernel ends the ranks (`begin_as`)
 
 Whatever happens, no rank is left when this process ends. No torch here.
 """
@@ -33,6 +33,7 @@ from muxtune.durable import make_folder
 from muxtune.errors import ConfigError, RankError
 
 _POLL_S = 0.05
+_BEGUN_WITHIN_S = 60.0  # the first sign of life
 _GRACE_S = 20.0  # for rank 0 to say what it knows, once another is lost
 _INSISTED_S = 10.0  # for it to end when it is told to at once
 _LAST_S = 10.0  # for the others to end after it
@@ -158,8 +159,9 @@ class Starter:
         child.seen_s += paused_s
         if beat != child.beat_at:
             child.beat_at, child.seen_s = beat, self.clock()
-        if child.process.poll() is None and self.clock() - child.seen_s > self.timeout_s:
-            write_fate(folder, child.rank, _silent(child, self.timeout_s))
+        allowed_s = self.timeout_s if child.beat_at else max(self.timeout_s, _BEGUN_WITHIN_S)
+        if child.process.poll() is None and self.clock() - child.seen_s > allowed_s:
+            write_fate(folder, child.rank, _silent(child, allowed_s))
             child.process.kill()
             self._give(_GRACE_S)
 

@@ -65,13 +65,15 @@ def train(
         raise typer.BadParameter("--resume continues a run, --overwrite deletes it: choose one")
     if as_json and not dry_run:
         raise typer.BadParameter("--json belongs to --dry-run; a run writes metrics.jsonl")
-    from muxtune.cli.rank_place import rank_place
+    from muxtune.cli.rank_place import begin_as, rank_place
     from muxtune.parallel.layout import layout_of
     from muxtune.spec.load import load_run
 
+    place = rank_place(os.environ)
+    if place is not None:
+        begin_as(place)
     sets = [*(sets or ()), *(f"{key}={number}" for key, number in (("tp", tp), ("pp", pp)) if number is not None)]
     resolved = load_run(config, sets)
-    place = rank_place(os.environ)
     layout = layout_of(resolved.run.tp, resolved.run.pp, place.size if place is not None else None)
     switches = {"--resume": resume, "--overwrite": overwrite, "--keep-going": keep_going}
     again = [config, *(f"--set={one}" for one in sets), *(["--keep-going"] if keep_going else [])]

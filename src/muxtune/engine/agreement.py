@@ -20,11 +20,11 @@ _CLIP = 250  # characters of a message that travels
 _AGAIN = "mend that, then start the run again: it goes on from its checkpoints"
 
 
-def agree(channel: Channel, outcome: Outcome, error: Exception | None, *, grace_s: float = GRACE_S) -> None:
+def agree(channel: Channel, outcome: Outcome, error: Exception | None) -> None:
     """Raises RankError, on all ranks, where one came to something else than the others. `error`: what it raised."""
     own = _answer(outcome, error)
     try:
-        answers = channel.exchange(own, within_s=None if error is None else grace_s)
+        answers = channel.exchange(own, within_s=None if error is None else GRACE_S)
     except RankError as lost:
         if error is None:
             raise

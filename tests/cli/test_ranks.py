@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,6 +175,14 @@ def test_what_does_not_go_together_is_said_before_anything_starts(
     config, folder = _config(project, tiny_llama, "refused")
     refused = shell.run("train", config, "--tp", "2", "--pp", "2")
     assert refused.code == 2 and "pp: 2 stages are not supported yet" in refused.err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        ended = shell.run("train", config, "--tp", "2", RANK="0", WORLD_SIZE="2", **address)
+    assert ended.code == 1 and f"rank 0: port {address['MASTER_PORT']} is taken" in ended.err
+    plan = shell.run("plan", config, "--set", "tp=2")
+    assert plan.code == 2 and "tp: a plan for this machine is one for one process" in plan.err
     wrong = shell.run("train", config, "--tp", "3", RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost")
     assert wrong.code == 2 and "tp 3 x pp 1 are 3 ranks, and 2 have been started" in wrong.err
     assert not folder.exists()
+    dry = shell.run("train", config, "--tp", "2", "--dry-run")
+    assert dry.code == 0 and "memory of a rank: about" in dry.out and "estimated from a matrix product" in dry.out

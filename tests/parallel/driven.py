@@ -52,11 +52,11 @@ def _drive(axis: TensorAxis, run: RunSpec, cache: Path, options: dict[str, bool]
         if axis.rank:
             Follower(channel, axis, cache_dir=cache).run()
             return Driven()
-        layout = RankLayout(axis.size)
-        ranks = Ranks(channel, axis, layout, here=axis.size, pulse_s=5)
+        ranks = Ranks(channel, axis, RankLayout(axis.size), here=axis.size, pulse_s=5)
+        run = run.model_copy(update={"tp": axis.size})
         stop = stop_after(rounds) if rounds is not None else lambda: False
         with ranks.leading():
-            training = TrainingRun(run, cache_dir=cache, layout=layout, ranks=ranks, stop=stop, **options)
+            training = TrainingRun(run, cache_dir=cache, ranks=ranks, stop=stop, **options)
             events.extend(training.events())
         return Driven(events=_told(events))
     except MuxTuneError as error:

@@ -77,10 +77,24 @@ def _meet(place: RankPlace, run: RunSpec, timeout_s: float) -> tuple[Channel, Te
         timeout_s *= _SLACK
     elif place.here == place.size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    axis = join(place.rank, place.size, meeting=place.meeting, timeout_s=timeout_s)
+    try:
+        axis = join(place.rank, place.size, meeting=place.meeting, timeout_s=timeout_s)
+    except RankError as error:
+        if place.folder is None and "address already in use" in str(error.__cause__).lower():
+            raise _taken(place) from error
+        raise
     channel = open_channel(axis, range(place.size), timeout_s=timeout_s)
     _introduce(channel, run)
     return channel, axis
+
+
+def _taken(place: RankPlace) -> RankError:
+    port = os.environ.get("MASTER_PORT", "")
+    return RankError(
+        f"port {port} is taken on this machine, so the ranks cannot meet there",
+        rank=place.rank,
+        hint="choose another MASTER_PORT; `muxtune train CONFIG --tp N` and torchrun --standalone need none",
+    )
 
 
 def _introduce(channel: Channel, run: RunSpec) -> None:

@@ -35,6 +35,7 @@ AGAIN = "start the run again with --resume: it goes on from its newest checkpoin
 _BEAT_S = 1.0
 _TOLD_WITHIN_S = 3.0
 _PR_SET_PDEATHSIG = 1
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,10 @@ def read_fate(folder: Path, size: int) -> RankError | None:
     return None
 
 
-def begin_as(place: RankPlace) -> None:
-    """What a rank does first: it ends with the process that has started it, and shows from now on that it lives."""
-    _live_with_parent()
+def begin_as(place: RankPlace, environment: Mapping[str, str]) -> None:
+    """What a rank does first: it ends with the starter or torchrun, and shows from now on that it lives."""
+    if place.folder is not None or _TORCHRUN in environment:
+        _live_with_parent()
     if place.folder is not None:
         file = place.folder / f"beat-{place.rank}"
         threading.Thread(target=_touch, args=(file,), name="beat", daemon=True).start()

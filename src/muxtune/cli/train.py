@@ -71,7 +71,7 @@ def train(
 
     place = rank_place(os.environ)
     if place is not None:
-        begin_as(place)
+        begin_as(place, os.environ)
     sets = [*(sets or ()), *(f"{key}={number}" for key, number in (("tp", tp), ("pp", pp)) if number is not None)]
     resolved = load_run(config, sets)
     layout = layout_of(resolved.run.tp, resolved.run.pp, place.size if place is not None else None)
@@ -79,15 +79,14 @@ def train(
     again = [config, *(f"--set={one}" for one in sets), *(["--keep-going"] if keep_going else [])]
     if place is None and layout.size > 1 and not dry_run:
         raise typer.Exit(_start(layout.size, config, sets, switches, resolved.run, rank_timeout))
+    run = resolved.run.model_copy(update={"tp": layout.tp, "pp": layout.pp})
     if place is not None and place.rank:
         from muxtune.cli.rank import follow
 
-        raise typer.Exit(0 if dry_run else follow(place, resolved.run, rank_timeout))
+        raise typer.Exit(0 if dry_run else follow(place, run, rank_timeout))
     from muxtune.engine.training import TrainingRun
 
-    training = TrainingRun(
-        resolved.run, resume=resume, overwrite=overwrite, keep_going=keep_going, locate=resolved.locate, layout=layout
-    )
+    training = TrainingRun(run, resume=resume, overwrite=overwrite, keep_going=keep_going, locate=resolved.locate)
     if dry_run:
         from muxtune.cli.dry_run import print_dry_run
 
@@ -96,7 +95,7 @@ def train(
         raise typer.Exit(_train(training, again))
     from muxtune.cli.rank import leading
 
-    with leading(place, resolved.run, layout, rank_timeout) as training.ranks:
+    with leading(place, run, layout, rank_timeout) as training.ranks:
         raise typer.Exit(_train(training, again))
 
 

@@ -17,7 +17,7 @@ from muxtune.parallel.channel import Channel, Message
 
 GRACE_S = 10.0  # for the others to raise, too: they are at most a pass behind
 _CLIP = 250  # characters of a message that travels
-_AGAIN = "mend that, then start the run again: it goes on from its checkpoints"
+_AGAIN = "start the run again with --resume: it goes on from its newest checkpoints"
 
 
 def agree(channel: Channel, outcome: Outcome, error: Exception | None) -> None:
@@ -55,4 +55,4 @@ def _answer(outcome: Outcome, error: Exception | None) -> Message:
 
 
 def _alone(rank: int, answer: Message) -> RankError:
-    return RankError(f"failed alone: {answer['why']}", rank=rank, hint=_AGAIN)
+    return RankError(f"failed alone: {answer['why']}", rank=rank, hint="mend that, then " + _AGAIN)

@@ -25,7 +25,7 @@ from muxtune.engine.orders import new_tokens, reference_values, tensors_of
 from muxtune.engine.references import References
 from muxtune.engine.task import Sequences, Task
 from muxtune.engine.whole import ShardedParts, ShardedWhole, Tensors, Whole, parts_answer
-from muxtune.errors import RankError
+from muxtune.errors import ConfigError, RankError
 from muxtune.models.sources import ModelFolder
 from muxtune.parallel.adapters import ShardedAdapter
 from muxtune.parallel.channel import Channel, Message, Pulse
@@ -85,8 +85,11 @@ class Ranks:
         threads: int | None,
         plain: bool,
     ) -> ShardedBackbone:
-        """This rank's part, while each of the others loads its own. Raises as `load_sharded`."""
+        """This rank's part, while each of the others loads its own. Raises as `load_sharded`, and ConfigError for
+        another device than the CPU."""
         place = choose_device(device)
+        if place.type != "cpu":
+            raise ConfigError(f"several ranks run on CPUs only, not on {place}", where="device", hint="device: cpu")
         precision = choose_dtype(dtype, place)
         told: Message = {
             "do": "load",
@@ -184,8 +187,7 @@ class Ranks:
                 raise
 
     def _end(self) -> None:
-        """Nobody is told anything where a rank is lost, or while something that was begun has not come to its end."""
-        if self._lost is None and self._lock.acquire(blocking=False):
-            with suppress(RankError):
+        """Nobody is told anything where a rank is lost, or something that was begun has not come to its end."""
+        if self._lost is None:
+            with self._lock, suppress(RankError):
                 self._channel.tell({"do": "end"})
-            self._lock.release()

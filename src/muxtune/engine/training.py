@@ -51,7 +51,7 @@ from muxtune.models.backbone import BlockChoice, BlockName
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.memory import Footprint, footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
-from muxtune.parallel.layout import RankLayout
+from muxtune.parallel.layout import RankLayout, layout_of
 from muxtune.plan.memory import size_text
 from muxtune.plan.profile import OperatorTable
 from muxtune.spec.event import RunEvent, TaskEvent
@@ -71,8 +71,7 @@ class TrainingRun:
     num_hidden_layers: cut the base model, for fast checks.
     notice: told what takes a while, in words, and "" when that is done.
     locate: tells a job's error where in a file its key was given (ResolvedRun.locate).
-    layout: over how many ranks the base model is split.
-    ranks: those ranks, met, of which this process is the first; a dry run has none.
+    ranks: those that hold the base model together, met, of which this process is the first; a dry run has none.
     """
 
     run: RunSpec
@@ -84,10 +83,14 @@ class TrainingRun:
     num_hidden_layers: int | None = None
     locate: Callable[[MuxTuneError], None] = lambda error: None
     notice: Callable[[str], None] = lambda text: None
-    layout: RankLayout = field(default_factory=RankLayout)
     ranks: Ranks | None = None
     failures: list[Failure] = field(default_factory=list)  # jobs that could not begin; set while `events` runs
     _hashes: FileHashes = field(default_factory=FileHashes, init=False, repr=False)
+
+    @property
+    def layout(self) -> RankLayout:
+        """Over how many ranks the base model is split. Raises ConfigError for what no engine can do."""
+        return layout_of(self.run.tp, self.run.pp)
 
     def plan(self) -> tuple[list[PlannedJob], list[Failure]]:
         """How each job begins; touches nothing.
@@ -144,6 +147,12 @@ class TrainingRun:
 
     def events(self) -> Iterator[RunEvent]:
         """The whole run. Raises MuxTuneError for what is wrong before anything trains."""
+        if self.ranks is None and self.layout.size > 1:
+            raise ConfigError(
+                f"{self.layout} are several processes, and this is one",
+                where="tp" if self.run.tp > 1 else "pp",
+                hint="`muxtune train CONFIG` starts them, or torchrun; docs/distributed.md",
+            )
         with ExitStack() as stack:
             self.plan()  # what is in the way is said before a model is downloaded or converted
             base = self.base()

@@ -186,6 +186,15 @@ _CONFIGS: dict[str, Callable[[int], PreTrainedConfig]] = {
     "llama": _llama,
     "llama-tied": lambda layers: _llama(layers, tie_word_embeddings=True),
     "llama-mqa": lambda layers: _llama(layers, hidden_size=64, num_key_value_heads=1),
+    # Heads as SmolLM2 has them, tied: two ranks cannot have as many each.
+    "llama-uneven": lambda layers: _llama(
+        layers,
+        hidden_size=144,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=128,
+        tie_word_embeddings=True,
+    ),
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "mistral": _mistral,

@@ -8,6 +8,7 @@
       CheckpointError    a checkpoint that is damaged, of another run, or cannot be written
       TaskError          one task failed while it trained (the others go on)
       StateError         a call that the task's or the run's present state does not allow
+      RankError          a rank of a group has died or does not answer: the run ends on all of them
 
 Each says what was wrong, where, and what to do. Errors of this tree are the user's to mend, and the command line
 prints them without a traceback; anything else that escapes is a fault of this program.
@@ -67,6 +68,18 @@ class TaskError(MuxTuneError):
 
 class StateError(MuxTuneError):
     code = "invalid_state"
+
+
+class RankError(MuxTuneError):
+    """`rank`: the one that has failed, where it is known which."""
+
+    code = "rank_failed"
+
+    def __init__(
+        self, message: str, *, where: str | None = None, hint: str | None = None, rank: int | None = None
+    ) -> None:
+        super().__init__(message, where=where if rank is None else f"rank {rank}", hint=hint)
+        self.rank = rank
 
 
 def _rebuild(kind: type[MuxTuneError], message: str, where: str | None, hint: str | None) -> MuxTuneError:

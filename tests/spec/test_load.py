@@ -186,7 +186,7 @@ def test_a_type_that_is_only_inherited_is_refused_at_the_default() -> None:
         (JOB + "method: ppo\n", "run.yaml:4 method", "should be one of sft, dpo"),
         (JOB + "beta: 0.1\n", "run.yaml:4 beta", "belongs to method dpo"),
         (JOB + "report_to: [wandb]\n", "run.yaml:4 report_to", "not supported yet"),
-        (JOB + "tp: 2\n", "run.yaml:4 tp", "not supported yet"),
+        (JOB + "tp: 0\n", "run.yaml:4 tp", "at least 1"),
         (JOB + "policy: fuse_all\n", "run.yaml:4 policy", "should be one of"),
         (JOB + "block: fats\n", "run.yaml:4 block", "one of auto, fast, transformers"),
         (JOB + "dtype: fp16\n", "run.yaml:4 dtype", "not supported yet"),

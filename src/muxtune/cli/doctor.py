@@ -64,8 +64,15 @@ def _machine() -> dict[str, object]:
         "dtype": str(choose_dtype("auto", device)).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
+        "ranks": f"up to {os.cpu_count()} at a core each (train --tp)" if _gloo() else "no gloo: one process only",
         "memory free": size_text(free),
     }
+
+
+def _gloo() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_gloo_available()
 
 
 def _places() -> dict[str, object]:

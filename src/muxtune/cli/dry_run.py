@@ -86,7 +86,7 @@ def print_dry_run(training: TrainingRun, *, as_json: bool) -> int:
     if as_json:
         print_json(_as_json(estimates, finished, failures, admission, planned_s is not None))
     else:
-        _print(estimates, finished, admission, planned_s is not None)
+        _print(estimates, finished, admission, planned_s is not None, training.layout.size)
     return 1 if failures else 0
 
 
@@ -185,7 +185,7 @@ def _products_per_s(training: TrainingRun, model: Footprint) -> float:
 
 
 def _print(
-    estimates: Sequence[Estimate], finished: Sequence[str], admission: Admission | None, from_plan: bool
+    estimates: Sequence[Estimate], finished: Sequence[str], admission: Admission | None, from_plan: bool, ranks: int
 ) -> None:
     table = grid("job", "examples", "tokens", "trained", "longest", "steps", "parameters", "memory", "time")
     for one in estimates:
@@ -202,7 +202,7 @@ def _print(
         for warning in one.warnings:
             tell(f"{one.name} warning: {warning}")
     if admission is not None and estimates:
-        print(f"\nmemory: about {_memory(admission)}")
+        print(f"\nmemory{' of a rank' * (ranks > 1)}: about {_memory(admission)}")
         if admission.waiting:
             names = ", ".join(size.job.name for size in admission.waiting)
             print(

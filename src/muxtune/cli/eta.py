@@ -3,8 +3,8 @@
     whole = the last step of the last job (`muxtune.plan.outlook`) + passes that only go forward: evaluations, and the
             bare backbone's, which dpo compares with
 
-Sampling and saving are in no prediction. Where jobs wait for memory, or nothing has been measured, there is
-none: the caller has a rougher estimate.
+Sampling and saving are in no prediction. Where jobs wait for memory, several ranks hold the model, or nothing has been
+measured, there is none: the caller has a rougher estimate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def predicted_s(
 ) -> float | None:
     """Seconds of all `prepared` jobs that are in `done`, from as many steps on; None where nothing is known."""
     begun = [one for one in prepared if one.job.name in done]
-    table = training.known_table(base, admission.model.block) if begun and not admission.waiting else None
+    known = begun and not admission.waiting and training.layout.size == 1
+    table = training.known_table(base, admission.model.block) if known else None
     if table is None:
         return None
     found = forecast_of(begun, admission, table, done)

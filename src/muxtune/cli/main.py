@@ -16,7 +16,7 @@ import typer
 from muxtune.cli import config, data, doctor, export, models, plan, profile, sample, trace, train
 from muxtune.cli.errors import USAGE, print_bug, print_error
 from muxtune.cli.terminal import flush_stdout, prepare_streams, tell
-from muxtune.errors import MuxTuneError
+from muxtune.errors import MuxTuneError, RankError
 
 _BROKEN_PIPE = 141  # what a shell reports of a process that SIGPIPE ended
 
@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
         if debug:
             print_bug(error, debug=True)
         print_error(error)
-        status = USAGE
+        status = 1 if isinstance(error, RankError) else USAGE
     except BrokenPipeError:
         status = _BROKEN_PIPE
     except OSError as error:  # a disk that is full, a folder that may not be written

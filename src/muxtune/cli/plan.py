@@ -57,6 +57,12 @@ def plan(
     if record is not None and html is None:
         raise typer.BadParameter("--record belongs to --html")
     policies = _policies(policy, resolved.run.policy)
+    if cluster is None and resolved.run.tp * resolved.run.pp > 1:
+        raise ConfigError(
+            "a plan for this machine is one for one process",
+            where="tp" if resolved.run.tp > 1 else "pp",
+            hint="--cluster FILE plans for several devices; --set tp=1 --set pp=1 for one",
+        )
     spec = load_cluster(cluster) if cluster is not None else ClusterSpec()
     records = _records(record) if record is not None else ()
     if html is not None:

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from muxtune.cli.progress import Progress
     from muxtune.cli.view import RunView
     from muxtune.engine.training import TrainingRun
+    from muxtune.spec.run import RunSpec
 
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)]
 Sets = Annotated[
@@ -29,6 +32,7 @@ Sets = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of every job, or jobs.NAME.KEY of one."),
 ]
 INTERRUPTED = 130
+RANK_TIMEOUT_S = 300.0
 _STOPPING = "stopping at the end of this step; Ctrl-C again stops at once"
 _ENDING = "stopping; nothing is being trained yet"
 
@@ -43,26 +47,67 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over in folders that hold a run.")] = False,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Let a job that cannot start fail alone.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: JSON.")] = False,
+    tp: Annotated[
+        int | None, typer.Option("--tp", min=1, help="Split each layer over so many processes.", show_default=False)
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option("--pp", min=1, help="Split the layers into so many stages.", show_default=False)
+    ] = None,
+    rank_timeout: Annotated[
+        float,
+        typer.Option(
+            "--rank-timeout", min=1, metavar="SECONDS", help="How long a rank may be silent before it is lost."
+        ),
+    ] = RANK_TIMEOUT_S,
 ) -> None:
     """Train every job of a config file together on one base model. Ctrl-C saves and stops; --resume goes on."""
     if resume and overwrite:
         raise typer.BadParameter("--resume continues a run, --overwrite deletes it: choose one")
     if as_json and not dry_run:
         raise typer.BadParameter("--json belongs to --dry-run; a run writes metrics.jsonl")
+    from muxtune.cli.rank_place import begin_as, rank_place
+    from muxtune.parallel.layout import layout_of
     from muxtune.spec.load import load_run
 
-    resolved = load_run(config, sets or ())
+    place = rank_place(os.environ)
+    if place is not None:
+        begin_as(place, os.environ)
+    sets = [*(sets or ()), *(f"{key}={number}" for key, number in (("tp", tp), ("pp", pp)) if number is not None)]
+    resolved = load_run(config, sets)
+    layout = layout_of(resolved.run.tp, resolved.run.pp, place.size if place is not None else None)
+    switches = {"--resume": resume, "--overwrite": overwrite, "--keep-going": keep_going}
+    again = [config, *(f"--set={one}" for one in sets), *(["--keep-going"] if keep_going else [])]
+    if place is None and layout.size > 1 and not dry_run:
+        raise typer.Exit(_start(layout.size, config, sets, switches, resolved.run, rank_timeout))
+    run = resolved.run.model_copy(update={"tp": layout.tp, "pp": layout.pp})
+    if place is not None and place.rank:
+        from muxtune.cli.rank import follow
+
+        raise typer.Exit(0 if dry_run else follow(place, run, rank_timeout))
     from muxtune.engine.training import TrainingRun
 
-    training = TrainingRun(
-        resolved.run, resume=resume, overwrite=overwrite, keep_going=keep_going, locate=resolved.locate
-    )
+    training = TrainingRun(run, resume=resume, overwrite=overwrite, keep_going=keep_going, locate=resolved.locate)
     if dry_run:
         from muxtune.cli.dry_run import print_dry_run
 
         raise typer.Exit(print_dry_run(training, as_json=as_json))
-    again = [config, *(f"--set={one}" for one in sets or ()), *(["--keep-going"] if keep_going else [])]
-    raise typer.Exit(_train(training, again))
+    if place is None:
+        raise typer.Exit(_train(training, again))
+    from muxtune.cli.rank import leading
+
+    with leading(place, run, layout, rank_timeout) as training.ranks:
+        raise typer.Exit(_train(training, again))
+
+
+def _start(
+    size: int, config: str, sets: Sequence[str], switches: Mapping[str, bool], run: RunSpec, timeout_s: float
+) -> int:
+    """Have as many ranks carry out the same command."""
+    from muxtune.cli.starter import Starter
+
+    arguments = ["train", config, *(f"--set={one}" for one in sets), f"--rank-timeout={timeout_s:g}"]
+    arguments += [name for name, given in switches.items() if given]
+    return Starter(size, arguments, Path(run.output_dir), timeout_s).run(os.environ)
 
 
 def _train(training: TrainingRun, arguments: Sequence[str]) -> int:

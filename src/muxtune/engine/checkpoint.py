@@ -29,6 +29,7 @@ from torch import Tensor
 
 from muxtune.durable import discard, staged_folder
 from muxtune.engine.task import Task
+from muxtune.engine.whole import MOMENTS
 from muxtune.errors import AdapterError, CheckpointError
 from muxtune.models.backbone import BlockName, block_named
 from muxtune.models.cache import file_sha256
@@ -36,7 +37,6 @@ from muxtune.peft.untrusted import SafetensorsFile, read_json
 
 _NAME = re.compile(r"step-([0-9]{8})")
 _ADAPTER, _OPTIMIZER, _STATE, _MANIFEST = "adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _Scalar = TypeVar("_Scalar", int, str)
 
 
@@ -139,11 +139,11 @@ def restore(task: Task, checkpoint: Checkpoint, ground: Ground) -> None:
         raise CheckpointError(
             "the training data has changed since", where=where, hint="restore the data, or start over with --overwrite"
         )
-    moments = dict.fromkeys(_MOMENTS, task.adapter.parameters.values) if state.step else {}
-    if _layout(checkpoint.parameters) != task.adapter.layout or _layout(checkpoint.moments) != _layout(moments):
+    expected = task.whole.template()
+    moments = dict.fromkeys(MOMENTS, expected.parameters.values) if state.step else {}
+    if _layout(checkpoint.parameters) != expected.layout or _layout(checkpoint.moments) != _layout(moments):
         raise CheckpointError("holds an adapter of other shapes or another dtype", where=where)
-    task.adapter.load(checkpoint.parameters)
-    task.optimizer.load_moments(dict(checkpoint.moments), state.step)
+    task.whole.load(checkpoint.parameters, checkpoint.moments, state.step)
     task.chunk_tokens = state.chunk_tokens
     task.step = state.step
     task.trained_tokens = state.trained_tokens
@@ -152,8 +152,8 @@ def restore(task: Task, checkpoint: Checkpoint, ground: Ground) -> None:
 def _write(path: Path, task: Task, ground: Ground) -> None:
     state = CheckpointState(task.step, task.trained_tokens, task.chunk_tokens, task.data_fingerprint, ground)
     with staged_folder(path, key_file=_MANIFEST) as staging:
-        save_file(task.adapter.state(), staging / _ADAPTER)
-        save_file(task.optimizer.moments(), staging / _OPTIMIZER)
+        save_file(task.whole.state(), staging / _ADAPTER)
+        save_file(task.whole.moments(), staging / _OPTIMIZER)
         (staging / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
         hashes = {name: file_sha256(staging / name) for name in (_ADAPTER, _OPTIMIZER, _STATE)}
         (staging / _MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")

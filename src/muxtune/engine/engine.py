@@ -8,7 +8,7 @@ pass and decoding are schedules of it, and so are the client-driven calls `forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
+from muxtune.engine.followers import Followers, Nobody
 from muxtune.engine.limits import require_all_known
 from muxtune.engine.outcomes import merged
 from muxtune.engine.planning import Planning
@@ -25,6 +26,9 @@ from muxtune.engine.task import Sequences, Task, aligned, likeness_of
 from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
+from muxtune.parallel.adapters import GradientSum, ShardedAdapter, sharded_adapter
+from muxtune.parallel.tensor import ShardedBackbone
+from muxtune.peft.base import Adapter
 from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.registry import build_adapter
 from muxtune.peft.slab import Slabs
@@ -63,6 +67,7 @@ class Engine:
             many of the last pieces as fit; those before them run twice. The same bits either way.
         references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
         grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
+        followers: told of each primitive before it runs, where other ranks hold parts of the backbone.
     """
 
     def __init__(
@@ -78,9 +83,12 @@ class Engine:
         keep_tokens: int = 0,
         references: References | None = None,
         grouping: Rule = measured,
+        followers: Followers | None = None,
     ) -> None:
         self.backbone = backbone
+        self._followers: Followers = followers or Nobody()
         self.tasks: dict[str, Task] = {}
+        self.sharded: dict[str, ShardedAdapter] = {}  # by task, where the backbone is split over ranks
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
         self.planning = planning
@@ -111,19 +119,25 @@ class Engine:
         if job.name in self.tasks:
             raise ConfigError("a task of this name is attached already", where=job.name, hint="detach it first")
         self.check(job, data)
-        adapter = build_adapter(
-            job.peft,
-            self.backbone,
-            seed=job.seed,
-            dtype=self.backbone.dtype,
-            device=self.backbone.device,
-        )
-        self._slabs.take(adapter)
-        task = Task(job, adapter, data, chunk_tokens=chunk_tokens or self._chunk_tokens, plain=self._plain)
+        budget = chunk_tokens or self._chunk_tokens
+        with self._followers.attaching(job, data, budget):
+            adapter, norm = self._fresh(job)
+            self._slabs.take(adapter)
+            task = Task(job, adapter, data, chunk_tokens=budget, plain=self._plain, norm=norm)
+        task.whole = self._followers.whole(task)
         self.tasks[task.name] = task
         self.sources[task.train_source] = data.train
         self.sources[task.validation_source] = data.validation
         return task
+
+    def _fresh(self, job: JobSpec) -> tuple[Adapter, Callable[[], float] | None]:
+        """The job's adapter, and what its gradient needs before a step where other ranks have parts of it."""
+        backbone, seed = self.backbone, job.seed
+        if not isinstance(backbone, ShardedBackbone):
+            return build_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device), None
+        sharded = sharded_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device)
+        self.sharded[job.name] = sharded
+        return sharded.adapter, GradientSum(sharded)
 
     def check(self, job: JobSpec, data: Sequences) -> None:
         """What `attach` finds out of the data. Raises DataError."""
@@ -134,8 +148,10 @@ class Engine:
     def detach(self, task: Task | str) -> None:
         """Forget a task; what it had not applied is dropped."""
         found = self.task(task)
-        found.drop_pending()
+        with self._followers.detaching(found.name):
+            found.drop_pending()
         del self.tasks[found.name]
+        self.sharded.pop(found.name, None)
         self._spared.discard(found.name)
         for source in (found.train_source, found.validation_source):
             del self.sources[source]
@@ -144,7 +160,8 @@ class Engine:
 
     def trim(self) -> None:
         """Give memory that detached tasks have left back to the system, where it was kept for others of their kind."""
-        self._slabs.trim()
+        with self._followers.trimming():
+            self._slabs.trim()
 
     def pause(self, task: Task | str) -> None:
         """Leave a task out of the rounds to come; `resume` brings it back where it was."""
@@ -169,7 +186,8 @@ class Engine:
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run a schedule; see `muxtune.plan.types` for what is legal, `Executor.execute` for what it raises."""
-        record = self._executor.execute(schedule)
+        with self._followers.executing(schedule, self.sources, self.references) as outcome:
+            outcome.record = record = self._executor.execute(schedule)
         if self.planning is not None:
             self.planning.observe(record, self.tasks, self.sources)
         return record
@@ -180,10 +198,13 @@ class Engine:
         taken = sorted(sources.keys() & self.sources.keys())
         if taken:
             raise StateError("a source of this name is in use", where=taken[0])
-        self.sources.update(sources)
+        with self._followers.lending(sources):
+            self.sources.update(sources)
         try:
             yield
         finally:
+            with self._followers.returning(list(sources)):
+                pass
             for name in sources:
                 del self.sources[name]
                 self.references.forget(name)

@@ -33,7 +33,7 @@ from muxtune.engine.packing import ItemRows, PackedBatch, gathered, pack
 from muxtune.engine.preference import Comparison, Ledger, compare, compare_part
 from muxtune.engine.references import References
 from muxtune.engine.task import Task
-from muxtune.errors import StateError
+from muxtune.errors import RankError, StateError
 from muxtune.models.attach import Pass
 from muxtune.models.attention import AttentionContext
 from muxtune.models.backbone import Backbone
@@ -87,7 +87,7 @@ class Executor:
         Raises StateError or DataError, before anything has run, for an illegal schedule or one that names what is not
         there or not for this backbone. Where an action raises, PassError with the record of those before it: the steps
         in it are applied, while the tasks whose step is still in progress lose it, gradient and all - a step counts
-        once or never.
+        once or never. RankError where another rank is lost, which is the end of all tasks here.
         """
         self._check(schedule)
         began = time.perf_counter()
@@ -97,7 +97,7 @@ class Executor:
                 records.append(self._run(index, action, began))
         except BaseException as error:
             self._drop_steps(schedule, len(records))
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
             record = RoundRecord(schedule, tuple(records), time.perf_counter() - began)
             raise PassError(brief(error), record) from error

@@ -43,6 +43,7 @@ from muxtune.engine.load import DTypeName, load_backbone
 from muxtune.engine.planning import Planning
 from muxtune.engine.profile_cache import kept_table
 from muxtune.engine.profiler import BUDGET_S, measure
+from muxtune.engine.ranks import Ranks
 from muxtune.engine.references import ReferenceCache, References, ground_of
 from muxtune.engine.runner import Runner
 from muxtune.engine.sampling import Request, generate
@@ -51,6 +52,7 @@ from muxtune.errors import ConfigError, StateError, TaskError
 from muxtune.models.backbone import Backbone, BlockChoice
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
+from muxtune.parallel.tensor import ShardedBackbone
 from muxtune.peft.folder import require_free, write_adapter, writing
 from muxtune.peft.registry import give, payload, start_from
 from muxtune.plan.memory import MemoryModel
@@ -75,6 +77,7 @@ class LocalEngine(Engine):
     recompute: as for `Engine`: less memory for more time, the same bits.
     keep_tokens: as for `Engine`: less time for more memory, the same bits.
     notice: told what takes a while, in words, and "" when that is done.
+    ranks: what holds the backbone together with this process, if anything does; each layer runs as transformers' own.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class LocalEngine(Engine):
         keep_tokens: int = 0,
         cache_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
+        ranks: Ranks | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(as_threads(threads))
@@ -106,19 +110,16 @@ class LocalEngine(Engine):
             base_model = resolve(name, cache_dir=cache)
         self.base = base_model
         self.preparer = Preparer(self.base.path, cache_dir=cache / "tokens")
-        backbone = load_backbone(
-            self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers, block=block
-        )
-        threads = torch.get_num_threads()
-        ground = ground_of(
-            self.base.weights_sha256,
-            backbone.dtype,
-            backbone.device,
-            threads,
-            num_hidden_layers,
-            plain,
-            backbone.block,
-        )
+        if ranks is None:
+            backbone = load_backbone(
+                self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers, block=block
+            )
+        else:
+            backbone = ranks.load(
+                self.base, device=device, dtype=dtype, layers=num_hidden_layers, threads=threads, plain=plain
+            )
+        bits = (torch.get_num_threads(), num_hidden_layers, plain, backbone.block, *([ranks.layout] if ranks else []))
+        ground = ground_of(self.base.weights_sha256, backbone.dtype, backbone.device, *bits)
         table = partial(_table, backbone, cache, self.base.public_name, notice)
         super().__init__(
             backbone,
@@ -129,10 +130,18 @@ class LocalEngine(Engine):
             recompute=recompute,
             keep_tokens=keep_tokens,
             references=References(ReferenceCache(cache / "references"), ground),
+            followers=ranks,
         )
+        if ranks is not None:
+            ranks.holding(self.sharded)
         self._prepared: dict[str, PreparedJob] = {}
         self._voices: dict[str, Voice] = {}
         self._bare: Voice | None = None
+
+    @property
+    def view(self) -> Backbone:
+        """The shapes and names of the whole model, as adapter folders mean them."""
+        return self.backbone.whole if isinstance(self.backbone, ShardedBackbone) else self.backbone
 
     def attach(  # type: ignore[override]
         self, job: JobSpec, prepared: PreparedJob | None = None, *, chunk_tokens: int | None = None
@@ -152,7 +161,10 @@ class LocalEngine(Engine):
         self._voices[task.name] = Voice(prepared.renderer, prepared.prompt_format)
         if start is not None:
             try:
-                start_from(job.peft, task.adapter, start, self.backbone, base_sha256=self.base.weights_sha256)
+                adapter = task.whole.template()
+                start_from(job.peft, adapter, start, self.view, base_sha256=self.base.weights_sha256)
+                if adapter is not task.adapter:
+                    task.whole.load(adapter.state(), {}, 0)
             except Exception:
                 self.detach(task)
                 raise
@@ -271,7 +283,7 @@ class LocalEngine(Engine):
         prepared = self._prepared.get(found.name)
         if prepared is None:
             raise StateError("was loaded from an adapter folder", where=found.name, hint="copy that folder")
-        exported = payload(found.job.peft, found.adapter, self.backbone)
+        exported = payload(found.job.peft, found.whole.adapter(), self.view)
         manifest = TrainingManifest(
             BaseIdentity(base_name or self.base.public_name, self.base.weights_sha256, self.base.note or None),
             prepared.prompt_format,

@@ -7,6 +7,7 @@ needs is the two moments and the step count.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,31 @@ from muxtune.peft.parameters import FlatParameters
 
 
 class FlatAdamW:
-    """betas 0.9 / 0.999, eps 1e-8, as config.md fixes them."""
+    """betas 0.9 / 0.999, eps 1e-8, as config.md fixes them.
 
-    def __init__(self, parameters: FlatParameters, *, weight_decay: float, max_grad_norm: float) -> None:
+    `norm` makes the gradient ready for a step, where other ranks have parts of it, and gives the norm of all of it.
+    """
+
+    def __init__(
+        self,
+        parameters: FlatParameters,
+        *,
+        weight_decay: float,
+        max_grad_norm: float,
+        norm: Callable[[], float] | None = None,
+    ) -> None:
         self._flat = nn.Parameter(parameters.values)
         self._flat.grad = parameters.gradient
         self._max_grad_norm = max_grad_norm
+        self._norm = norm
         self._adamw = torch.optim.AdamW(
             [self._flat], lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay, fused=True
         )
 
     def gradient_norm(self) -> float:
+        """Of all that was accumulated; asked once a step."""
+        if self._norm is not None:
+            return self._norm()
         gradient = self._flat.grad
         assert gradient is not None
         return float(torch.linalg.vector_norm(gradient))

@@ -20,7 +20,7 @@ from muxtune.engine.engine import Engine
 from muxtune.engine.failure import Raised, brief
 from muxtune.engine.rounds import Parted, Round, run_round
 from muxtune.engine.task import Task
-from muxtune.errors import MuxTuneError
+from muxtune.errors import MuxTuneError, RankError
 from muxtune.plan.round import Participant
 from muxtune.plan.types import ItemOutcome, PairSums, Plan, RoundRecord, StepOutcome, WorkKind
 from muxtune.spec.event import EvalResult, Rewards, RunEvent, StepResult, TaskEvent
@@ -219,6 +219,8 @@ class Runner:
         """A prompt that cannot be answered (too long, say) costs a warning, not the training."""
         try:
             pairs = self._sampler(task)
+        except RankError:
+            raise
         except Exception as error:
             told = error.message if isinstance(error, MuxTuneError) else brief(error)
             yield TaskEvent("warning", task.name, task.step, f"sample_prompts: {told}")

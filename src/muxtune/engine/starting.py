@@ -17,7 +17,7 @@ from muxtune.data.prepare import PreparedJob
 from muxtune.engine import checkpoint
 from muxtune.engine.admission import JobSize
 from muxtune.engine.begin import PlannedJob
-from muxtune.engine.checkpoint import Ground
+from muxtune.engine.checkpoint import Checkpoint, Ground
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.task import Sequences, Task
 from muxtune.engine.task_folder import load_checkpoint
@@ -66,8 +66,8 @@ def start(engine: LocalEngine, job: Admitted) -> Ready:
     plan, size = job.plan, job.size
     task = engine.attach(plan.job, job.prepared, chunk_tokens=size.chunk_tokens)
     try:
-        ground = _ground(engine, _begins_at(task))
         found = load_checkpoint(plan.folder) if plan.begin == "continue" else None
+        ground = _ground(engine, _begins_at(task), found)
         if found is not None:
             checkpoint.restore(task, found, ground)
             _check_chunks(task, size)
@@ -88,7 +88,7 @@ def check(engine: LocalEngine, job: Admitted, fitting: set[str]) -> Ready:
     if afresh and peft in fitting:
         data = job.prepared.data
         engine.check(spec, Sequences(data.train, data.validation))
-        return Ready(job, _ground(engine, ""), 0, total_steps(spec, data.groups))
+        return Ready(job, _ground(engine, "", None), 0, total_steps(spec, data.groups))
     found = start(engine, job)
     engine.detach(job.name)
     fitting.add(peft)
@@ -128,10 +128,15 @@ def queued(one: Ready, message: str = "", **more: object) -> TaskEvent:
     return TaskEvent("queued", one.name, one.step, message, {"total_steps": one.total_steps, **known, **more})
 
 
-def _ground(engine: LocalEngine, begins_at: str) -> Ground:
+def _ground(engine: LocalEngine, begins_at: str, found: Checkpoint | None) -> Ground:
+    """Ranks that hold a model together go on with what any block began, and keep its name: their results equal those
+    of one device within rounding, whatever it ran."""
     backbone = engine.backbone
     dtype = str(backbone.dtype).removeprefix("torch.")
-    return Ground(engine.base.weights_sha256, dtype, begins_at, backbone.block)
+    block = backbone.block
+    if found is not None and engine.backbone is not engine.view:
+        block = found.state.ground.block
+    return Ground(engine.base.weights_sha256, dtype, begins_at, block)
 
 
 def _begins_at(task: Task) -> str:
@@ -139,7 +144,7 @@ def _begins_at(task: Task) -> str:
     if task.job.adapter_path is None:
         return ""
     digest = hashlib.sha256()
-    for tensor in task.adapter.state().values():
+    for tensor in task.whole.state().values():
         digest.update(tensor.numpy().data)
     return digest.hexdigest()
 

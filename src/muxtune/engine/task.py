@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from muxtune.data.prefixes import by_beginning
 from muxtune.data.sampler import Sampler
 from muxtune.data.types import TokenSequence
 from muxtune.engine.optim import FlatAdamW
+from muxtune.engine.whole import OwnWhole, Whole
 from muxtune.errors import StateError
 from muxtune.peft.base import Adapter
 from muxtune.plan.align import Likeness, Piece, align
@@ -61,10 +62,18 @@ class _Pending:
 
 
 class Task:
-    """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts; `plain` shares no prefixes."""
+    """Args: `chunk_tokens` is the task's own chunk budget, fixed when it first starts; `plain` shares no prefixes;
+    `norm` is that of `FlatAdamW`."""
 
     def __init__(
-        self, job: JobSpec, adapter: Adapter, data: Sequences, *, chunk_tokens: int, plain: bool = False
+        self,
+        job: JobSpec,
+        adapter: Adapter,
+        data: Sequences,
+        *,
+        chunk_tokens: int,
+        plain: bool = False,
+        norm: Callable[[], float] | None = None,
     ) -> None:
         self.job = job
         self.name = job.name
@@ -72,7 +81,10 @@ class Task:
         self.data = data
         self.chunk_tokens = chunk_tokens
         self.shares = job.share_prefixes and not plain
-        self.optimizer = FlatAdamW(adapter.parameters, weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm)
+        self.optimizer = FlatAdamW(
+            adapter.parameters, weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm, norm=norm
+        )
+        self.whole: Whole = OwnWhole(adapter, self.optimizer)  # another one where other ranks have parts of it
         groups = len(data.train) // job.group_size
         self.sampler = Sampler(max(1, groups), job.effective_batch, job.seed, shuffle=job.shuffle)
         self.status = JobStatus.QUEUED
@@ -111,7 +123,7 @@ class Task:
     @property
     def finite(self) -> bool:
         """Whether every trainable number still is."""
-        return bool(self.adapter.parameters.values.isfinite().all())
+        return self.whole.finite()
 
     def participant(self) -> Participant:
         """The next optimizer step as chunks of sequences."""

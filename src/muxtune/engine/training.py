@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
 from filelock import FileLock, Timeout
 
 from muxtune.data.prepare import PreparedJob, Preparer
@@ -38,17 +39,19 @@ from muxtune.engine.load import choose_device, choose_dtype
 from muxtune.engine.local import LocalEngine
 from muxtune.engine.profile_cache import find_table
 from muxtune.engine.profiler import measuring_bytes
+from muxtune.engine.ranks import Ranks
 from muxtune.engine.runner import Runner
 from muxtune.engine.starting import Admitted, Ready, check, opening, start
 from muxtune.engine.task import Task
 from muxtune.engine.task_folder import CHECKPOINTS, Origin, TaskFolder, holds_run
 from muxtune.engine.trace_file import FOLDER, TraceFile, discard_traces
 from muxtune.engine.waves import Waves
-from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, StateError
+from muxtune.errors import AdapterError, CheckpointError, ConfigError, MuxTuneError, RankError, StateError
 from muxtune.models.backbone import BlockChoice, BlockName
 from muxtune.models.cache import default_cache_dir
-from muxtune.models.memory import footprint, memory_here
+from muxtune.models.memory import Footprint, footprint, memory_here
 from muxtune.models.sources import ModelFolder, resolve
+from muxtune.parallel.layout import RankLayout, layout_of
 from muxtune.plan.memory import size_text
 from muxtune.plan.profile import OperatorTable
 from muxtune.spec.event import RunEvent, TaskEvent
@@ -68,6 +71,7 @@ class TrainingRun:
     num_hidden_layers: cut the base model, for fast checks.
     notice: told what takes a while, in words, and "" when that is done.
     locate: tells a job's error where in a file its key was given (ResolvedRun.locate).
+    ranks: those that hold the base model together, met, of which this process is the first; a dry run has none.
     """
 
     run: RunSpec
@@ -79,8 +83,14 @@ class TrainingRun:
     num_hidden_layers: int | None = None
     locate: Callable[[MuxTuneError], None] = lambda error: None
     notice: Callable[[str], None] = lambda text: None
+    ranks: Ranks | None = None
     failures: list[Failure] = field(default_factory=list)  # jobs that could not begin; set while `events` runs
     _hashes: FileHashes = field(default_factory=FileHashes, init=False, repr=False)
+
+    @property
+    def layout(self) -> RankLayout:
+        """Over how many ranks the base model is split. Raises ConfigError for what no engine can do."""
+        return layout_of(self.run.tp, self.run.pp)
 
     def plan(self) -> tuple[list[PlannedJob], list[Failure]]:
         """How each job begins; touches nothing.
@@ -137,6 +147,12 @@ class TrainingRun:
 
     def events(self) -> Iterator[RunEvent]:
         """The whole run. Raises MuxTuneError for what is wrong before anything trains."""
+        if self.ranks is None and self.layout.size > 1:
+            raise ConfigError(
+                f"{self.layout} are several processes, and this is one",
+                where="tp" if self.run.tp > 1 else "pp",
+                hint="`muxtune train CONFIG` starts them, or torchrun; docs/distributed.md",
+            )
         with ExitStack() as stack:
             self.plan()  # what is in the way is said before a model is downloaded or converted
             base = self.base()
@@ -158,8 +174,10 @@ class TrainingRun:
         device = choose_device(self.run.device)
         dtype = choose_dtype(self.run.dtype, device)
         used, free = memory_here(device)
+        if self.layout.size > 1:
+            free //= self.ranks.here if self.ranks is not None else self.layout.size
         limit = min(self.run.memory_limit or used + free, used + free)
-        model = footprint(base.path, dtype, self._block(planned))
+        model = self._footprint(base, dtype, planned)
         admission = admit(
             prepared,
             model,
@@ -174,6 +192,17 @@ class TrainingRun:
         if admission.refused and not self.keep_going:
             raise _first_of([Failure(job, error) for job, error in admission.refusals])
         return admission
+
+    def _footprint(self, base: ModelFolder, dtype: torch.dtype, planned: Sequence[PlannedJob]) -> Footprint:
+        """Of the base model, or of a rank's part: its share of the weights; of the rest, which is less than that of all
+        by as much as a layer's rows are narrower, all is reckoned with."""
+        if self.layout.size == 1:
+            return footprint(base.path, dtype, self._block(planned))
+        if self.run.block == "fast":
+            hint = "block: auto, or transformers"
+            raise ConfigError("the fast block does not run on several ranks yet", where="block", hint=hint)
+        whole = footprint(base.path, dtype, "transformers")
+        return replace(whole, weights_bytes=-(-whole.weights_bytes // self.layout.size))
 
     def _block(self, planned: Sequence[PlannedJob]) -> BlockChoice:
         """Jobs that go on have the block that they began with, where nobody asks for one and they agree: with another
@@ -204,6 +233,7 @@ class TrainingRun:
             num_hidden_layers=self.num_hidden_layers,
             cache_dir=self.cache,
             notice=self.notice,
+            ranks=self.ranks,
         )
         if policy == "muxtune" and len(admission.sizes) > 1:
             engine.ready_to_plan()  # measured now where it must be, not in the first round
@@ -227,6 +257,8 @@ class TrainingRun:
 
     def _policy(self, admission: Admission, base: ModelFolder) -> Policy:
         """The run's, but where planning would have to measure first and memory has no room for that."""
+        if self.run.policy == "muxtune" and self.layout.size > 1:
+            return "fuse-all"  # what operators cost on ranks that speak to each other is not measured yet
         if self.run.policy != "muxtune" or len(admission.sizes) + len(admission.waiting) < 2:
             return self.run.policy
         needed, room = measuring_bytes(admission.model), admission.room.left_bytes(())
@@ -256,6 +288,8 @@ class TrainingRun:
             job = Admitted(plans[name], data[name], size)
             try:
                 ready[name] = start(engine, job) if name in first else check(engine, job, fitting)
+            except RankError:
+                raise
             except MuxTuneError as error:
                 failures.append(Failure(job.plan.job, error, job.plan.progress.step))
         if failures and not self.keep_going:
@@ -297,7 +331,7 @@ class TrainingRun:
                 else:
                     folders[one.name] = TaskFolder.create(plan.folder, origin, one.ground, engine.export)
             except MuxTuneError as error:
-                if not self.keep_going:
+                if not self.keep_going or isinstance(error, RankError):
                     raise
                 if one.name in engine.tasks:
                     engine.detach(one.name)

@@ -24,7 +24,7 @@ from muxtune.engine.local import LocalEngine
 from muxtune.engine.room import Room, starting
 from muxtune.engine.shortage import waits
 from muxtune.engine.starting import Ready, opening, queued, start_as_checked
-from muxtune.errors import MuxTuneError
+from muxtune.errors import MuxTuneError, RankError
 from muxtune.spec.event import RunEvent, TaskEvent
 
 Fail = Callable[[list[Failure]], Iterator[TaskEvent]]
@@ -102,6 +102,8 @@ class Waves:
         """None where it starts, or the event of its failure."""
         try:
             start_as_checked(self._engine, one)
+        except RankError:
+            raise
         except MuxTuneError as error:
             return list(self._fail([Failure(one.job.plan.job, error, one.step)]))
         except Exception as error:

@@ -101,6 +101,33 @@ class Head:
             done = share.stop
         return self.cap(torch.cat([*parts, raw_NV[done:]]))
 
+    def slice_losses(
+        self, hidden_nD: Tensor, target_n: Tensor, weight_n: Tensor | None, pieces: Sequence[Piece]
+    ) -> TokenLosses:
+        """One slice; its logits become the gradient of its rows in place."""
+        logits_nV = self.forward(hidden_nD)
+        saved = [piece.hook.forward(piece.rows, hidden_nD[piece.at], logits_nV[piece.at]) for piece in pieces]
+        logits_nV = self.cap(logits_nV)
+        top_n1, guess_n1 = logits_nV.max(dim=1, keepdim=True)
+        target_n1 = target_n[:, None]
+        score_n1 = logits_nV.gather(1, target_n1) - top_n1
+        slope_nV = 1 - (logits_nV / self.softcap) ** 2 if self.softcap is not None and weight_n is not None else None
+        odds_nV = logits_nV.sub_(top_n1).exp_()
+        total_n1 = odds_nV.sum(dim=1, keepdim=True)
+        logprob_n = (score_n1 - total_n1.log()).squeeze(1)
+        correct_n = (guess_n1 == target_n1).squeeze(1)
+        if weight_n is None:
+            return TokenLosses(logprob_n, correct_n, None)
+        weight_n1 = weight_n[:, None].to(odds_nV.dtype)
+        delta_nV = odds_nV.mul_(weight_n1 / total_n1).scatter_add_(1, target_n1, -weight_n1)
+        if slope_nV is not None:
+            delta_nV *= slope_nV
+        grad_nD = delta_nV.to(hidden_nD.dtype) @ self.weight_VD
+        for piece, kept in zip(pieces, saved, strict=True):
+            at = piece.at
+            piece.hook.backward(piece.rows, hidden_nD[at], kept, delta_nV[at], grad_nD[at])
+        return TokenLosses(logprob_n, correct_n, grad_nD)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
@@ -128,39 +155,11 @@ def token_losses(
     for part in cut(total, hooked):
         index_n = torch.from_numpy(part.index_n).to(hidden_ND.device)
         weight_n = spare_weight_N[index_n] if spare_weight_N is not None else None
-        found = _slice_losses(head, spare_ND[index_n], spare_N[index_n], weight_n, part.pieces)
+        found = head.slice_losses(spare_ND[index_n], spare_N[index_n], weight_n, part.pieces)
         logprob_N[index_n], correct_N[index_n] = found.logprob_N, found.correct_N
         if grad_ND is not None and found.grad_ND is not None:
             grad_ND[index_n] = found.grad_ND
     return TokenLosses(logprob_N[:total], correct_N[:total], grad_ND[:total] if grad_ND is not None else None)
-
-
-def _slice_losses(
-    head: Head, hidden_nD: Tensor, target_n: Tensor, weight_n: Tensor | None, pieces: Sequence[Piece]
-) -> TokenLosses:
-    """One slice; its logits become the gradient of its rows in place."""
-    logits_nV = head.forward(hidden_nD)
-    saved = [piece.hook.forward(piece.rows, hidden_nD[piece.at], logits_nV[piece.at]) for piece in pieces]
-    logits_nV = head.cap(logits_nV)
-    top_n1, guess_n1 = logits_nV.max(dim=1, keepdim=True)
-    target_n1 = target_n[:, None]
-    score_n1 = logits_nV.gather(1, target_n1) - top_n1
-    slope_nV = 1 - (logits_nV / head.softcap) ** 2 if head.softcap is not None and weight_n is not None else None
-    odds_nV = logits_nV.sub_(top_n1).exp_()
-    total_n1 = odds_nV.sum(dim=1, keepdim=True)
-    logprob_n = (score_n1 - total_n1.log()).squeeze(1)
-    correct_n = (guess_n1 == target_n1).squeeze(1)
-    if weight_n is None:
-        return TokenLosses(logprob_n, correct_n, None)
-    weight_n1 = weight_n[:, None].to(odds_nV.dtype)
-    delta_nV = odds_nV.mul_(weight_n1 / total_n1).scatter_add_(1, target_n1, -weight_n1)
-    if slope_nV is not None:
-        delta_nV *= slope_nV
-    grad_nD = delta_nV.to(hidden_nD.dtype) @ head.weight_VD
-    for piece, kept in zip(pieces, saved, strict=True):
-        at = piece.at
-        piece.hook.backward(piece.rows, hidden_nD[at], kept, delta_nV[at], grad_nD[at])
-    return TokenLosses(logprob_n, correct_n, grad_nD)
 
 
 def token_losses_plain(

@@ -43,15 +43,12 @@ def load_model(
     folder or with its weights.
     """
     layout = check_folder(folder.path)
-    config = _config(layout)
-    _switch_off_dropout(config)
-    if num_hidden_layers is not None:
-        _cut(config, num_hidden_layers, layout)
+    config = training_config(layout, num_hidden_layers)
     model, info = _load(layout, config, dtype, attn_implementation)
-    _check_complete(model, info, layout, cut=num_hidden_layers)
+    check_complete(model, info, layout, cut=num_hidden_layers)
     model.requires_grad_(False)
     model.eval()
-    _check_finite(model, layout)
+    check_finite(model, layout)
     placed: PreTrainedModel = model.to(device)
     return placed
 
@@ -71,6 +68,15 @@ def weights_hash(source: PreTrainedModel | ModelFolder) -> str:
         for start in range(0, data.numel(), _HASH_BYTES):
             digest.update(data[start : start + _HASH_BYTES].cpu().numpy().data)
     return digest.hexdigest()
+
+
+def training_config(layout: Layout, num_hidden_layers: int | None = None) -> PreTrainedConfig:
+    """The folder's config without dropout, cut to its first layers if asked. Raises ModelError."""
+    config = _config(layout)
+    _switch_off_dropout(config)
+    if num_hidden_layers is not None:
+        _cut(config, num_hidden_layers, layout)
+    return config
 
 
 def _config(layout: Layout) -> PreTrainedConfig:
@@ -120,8 +126,11 @@ def _load(
     return model, info
 
 
-def _check_complete(model: PreTrainedModel, info: dict[str, Iterable[str]], layout: Layout, *, cut: int | None) -> None:
-    """Every weight comes from the folder, and every weight of a module that exists is used."""
+def check_complete(model: PreTrainedModel, info: dict[str, Iterable[str]], layout: Layout, *, cut: int | None) -> None:
+    """Every weight comes from the folder, and every weight of a module that exists is used; else raises ModelError.
+
+    `info`: names of missing, unexpected and mismatched keys, as transformers gives them.
+    """
     modules = {name for name, _ in model.named_modules()}
     modules |= {name.removeprefix(f"{model.base_model_prefix}.") for name in modules}  # of a bare model's checkpoint
     unused = [name for name in info["unexpected_keys"] if not _beyond(name, cut)]
@@ -143,7 +152,8 @@ def _beyond(name: str, cut: int | None) -> bool:
     return cut is not None and layer is not None and int(layer[1]) >= cut
 
 
-def _check_finite(model: PreTrainedModel, layout: Layout) -> None:
+def check_finite(model: PreTrainedModel, layout: Layout) -> None:
+    """Raises ModelError for the first weight that is not finite."""
     for name, parameter in model.named_parameters():
         if parameter.numel():
             low, high = torch.aminmax(parameter)

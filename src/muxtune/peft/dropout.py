@@ -48,10 +48,11 @@ def row_keys(
     return RowKeys(low, high)
 
 
-def keep_mask(keys: RowKeys, attach_point: str, channels: int, rate: float) -> Tensor:
-    """bool [t, I]: true where a channel is kept; each with probability 1 - rate."""
+def keep_mask(keys: RowKeys, attach_point: str, channels: int, rate: float, first: int = 0) -> Tensor:
+    """bool [t, I]: true where a channel is kept; each with probability 1 - rate. `first`: of the attach point's
+    channels, which the rows' first is, where they are a part of them."""
     salt = int.from_bytes(hashlib.blake2b(attach_point.encode(), digest_size=8).digest(), "little")
-    channel_1I = torch.arange(channels, device=keys.low_t1.device)[None, :]
+    channel_1I = torch.arange(first, first + channels, device=keys.low_t1.device)[None, :]
     mixed_t1 = _mix(keys.low_t1 ^ (salt & _WORD))
     bits_tI = _mix(((mixed_t1 + channel_1I * _GOLDEN) & _WORD) ^ keys.high_t1 ^ (salt >> 32))
     return bits_tI >= int(rate * 2**32)

@@ -42,6 +42,7 @@ class LowRankModule(PlainModule):
         self._scale = scale
         self._dropout = dropout
         self._dtype = lora_a_RI.dtype
+        self.first_channel = 0  # of the attach point's inputs, where its rows are a part of them
 
     def _delta(self, inputs_tI: Tensor) -> Tensor:
         """s B A x, through autograd, from what `_inputs` gives."""
@@ -60,7 +61,7 @@ class LowRankModule(PlainModule):
     def _drop(self, x_tI: Tensor, keys: RowKeys | None) -> Tensor:
         if keys is None or self._dropout == 0:
             return x_tI
-        keep_tI = keep_mask(keys, self._attach_point, x_tI.shape[1], self._dropout)
+        keep_tI = keep_mask(keys, self._attach_point, x_tI.shape[1], self._dropout, self.first_channel)
         return x_tI * keep_tI / (1 - self._dropout)
 
 

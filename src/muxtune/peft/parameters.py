@@ -75,6 +75,10 @@ class FlatParameters:
             leaf.data = self._placed(values, name, shape)
             leaf.grad = self._placed(gradient, name, shape)
 
+    def named(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Views of another buffer of this size (an optimizer's moment, say), by parameter."""
+        return {name: self._placed(buffer, name, tuple(leaf.shape)) for name, leaf in self.views.items()}
+
     def zero_gradient(self) -> None:
         self.gradient.zero_()
 

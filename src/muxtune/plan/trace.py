@@ -46,6 +46,19 @@ def from_line(line: str) -> RoundRecord | Plan:
         raise ValueError(f"neither the record of a round nor a plan: {error}") from None
 
 
+def schedule_line(schedule: RoundSchedule) -> str:
+    """A schedule alone, as a line."""
+    return json.dumps(_plain(schedule), separators=(",", ":"), allow_nan=False)
+
+
+def schedule_from(line: str) -> RoundSchedule:
+    """What `schedule_line` wrote. Raises ValueError for anything else."""
+    try:
+        return _schedule(json.loads(line))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no schedule: {error}") from None
+
+
 def _plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
@@ -59,8 +72,13 @@ def _plain(value: object) -> Any:
 
 
 def _record(found: Mapping[str, Any]) -> RoundRecord:
-    schedule = RoundSchedule(found["schedule"]["round"], tuple(map(_action, found["schedule"]["actions"])))
-    return RoundRecord(schedule, tuple(map(_action_record, found.get("actions", ()))), found["wall_s"])
+    return RoundRecord(
+        _schedule(found["schedule"]), tuple(map(_action_record, found.get("actions", ()))), found["wall_s"]
+    )
+
+
+def _schedule(found: Mapping[str, Any]) -> RoundSchedule:
+    return RoundSchedule(found["round"], tuple(map(_action, found["actions"])))
 
 
 def _plan(found: Mapping[str, Any]) -> Plan:

@@ -20,11 +20,11 @@ from muxtune.errors import ConfigError
 from muxtune.spec.border import Spec
 from muxtune.spec.load import validated
 from muxtune.spec.merge import without_nulls
+from muxtune.spec.run import MAX_DEVICES
 from muxtune.spec.scalars import Integer, Number, Size, clip, read_size
 from muxtune.spec.tree import Origin, Table, way_to
 from muxtune.spec.yaml_tree import read_yaml
 
-MAX_DEVICES = 4096
 MAX_LATENCY_S = 60
 MAX_SPEED = 1_000_000  # a device against the one that was measured, or the other way round
 

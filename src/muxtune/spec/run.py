@@ -1,6 +1,6 @@
 """RunSpec: one backbone, the jobs that train on it, and how the machine is used. Validated, frozen, JSON round trip.
 
-What nothing implements yet (several devices) is refused, never ignored.
+What nothing implements yet is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from muxtune.spec.border import Spec
 from muxtune.spec.job import JobSpec
 from muxtune.spec.names import first_repeated
 from muxtune.spec.policy import POLICIES, Policy
-from muxtune.spec.scalars import Integer, PathText, Size, choice, clip, read_integer
+from muxtune.spec.scalars import Integer, PathText, Size, choice, clip
 
 _DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 MAX_THREADS = 4096
+MAX_DEVICES = 4096
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 read_block = choice("auto", "fast", "transformers")
@@ -34,14 +35,7 @@ def read_device(value: object) -> str:
     return value.lower()
 
 
-def _read_degree(value: object) -> int:
-    degree = read_integer(value)
-    if degree > 1:
-        raise ConfigError(f"{degree} is not supported yet", hint="one device a run: 1")
-    return degree
-
-
-Degree = Annotated[int, BeforeValidator(_read_degree), Field(ge=1)]
+Degree = Annotated[Integer, Field(ge=1, le=MAX_DEVICES)]
 
 
 class RunSpec(Spec):
@@ -53,8 +47,8 @@ class RunSpec(Spec):
     device: Annotated[str, BeforeValidator(read_device)] = "auto"  # auto: cuda if there, else cpu
     dtype: DType = "auto"  # auto: bf16 on cuda, fp32 on cpu
     block: Block = "auto"  # auto: fast for the models that it knows, else transformers
-    tp: Degree = 1
-    pp: Degree = 1
+    tp: Degree = 1  # ranks that hold each layer together
+    pp: Degree = 1  # stages of layers, of tp ranks each
     jobs: Annotated[tuple[JobSpec, ...], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -1,0 +1,116 @@
+"""The ranks that hold one stage together, and what they say to each other: sums and maxima of tensors.
+
+Everything that leaves a rank goes through `TensorAxis`, so that a rank which dies or hangs ends the others in one way:
+gloo's sockets notice a dead neighbour at once and a silent one after the group's timeout, and either becomes a
+`RankError`. A sum has the same bits on every rank: gloo adds each element up in one place and sends it round.
+
+The boundary: `torch.distributed` as it is. Who starts the ranks is the business of others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from muxtune.errors import RankError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAxis:
+    """This rank's place among `size`, and the group it speaks to."""
+
+    rank: int
+    size: int
+    group: ProcessGroup | None = None
+
+    def sum_(self, value: Tensor) -> Tensor:
+        """The sum over the ranks, in place; `value` is contiguous and of one shape on all of them."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def max_(self, value: Tensor) -> Tensor:
+        """The maximum over the ranks, in place."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def _reduced(self, value: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.size > 1:
+            try:
+                dist.all_reduce(value, op=how, group=self.group)
+            except RuntimeError as error:
+                raise _lost(self.rank, self.size, error) from error
+        return value
+
+
+ALONE = TensorAxis(0, 1)
+
+
+def join(rank: int, size: int, *, meeting: str, timeout_s: float) -> TensorAxis:
+    """Meet the other ranks at `meeting` (`file://PATH` or `tcp://HOST:PORT`, the same for all); CPU, gloo.
+
+    Raises RankError where they do not all come within the timeout, which holds for every later exchange too.
+    """
+    try:
+        dist.init_process_group(
+            "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, OSError) as error:
+        raise _lost(rank, size, error) from error
+    return TensorAxis(rank, size, dist.group.WORLD)
+
+
+def leave() -> None:
+    """End what `join` began; safe where nothing has begun."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _lost(rank: int, size: int, error: BaseException) -> RankError:
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return RankError(
+        f"another of the {size} ranks has died or does not answer ({said[:200]})",
+        where=f"rank {rank}",
+        hint="see that rank's own output for why; then start the run again, which goes on from its checkpoints",
+    )
+
+
+class _Entered(torch.autograd.Function):
+    """Megatron-LM's f: the identity, whose gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
+        axis: TensorAxis = ctx.axis  # type: ignore[attr-defined]
+        own = grads[0].clone(memory_format=torch.contiguous_format)  # others may hold this gradient too
+        return axis.sum_(own), None
+
+
+class _Summed(torch.autograd.Function):
+    """Megatron-LM's g: the sum over the ranks, whose gradient is that of each summand."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, axis: TensorAxis) -> Tensor:
+        return axis.sum_(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def entered(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Rows that all ranks have, where each goes on with a part of its own: their gradients are summed there."""
+    out: Tensor = _Entered.apply(x, axis)  # type: ignore[no-untyped-call]
+    return out
+
+
+def summed(x: Tensor, axis: TensorAxis) -> Tensor:
+    """The sum of what the ranks have, on all of them."""
+    out: Tensor = _Summed.apply(x, axis)  # type: ignore[no-untyped-call]
+    return out

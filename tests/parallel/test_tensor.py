@@ -15,9 +15,9 @@ from muxtune.engine.task import Sequences
 from muxtune.parallel.mesh import TensorAxis
 from muxtune.parallel.tensor import load_sharded
 from muxtune.spec.peft import IA3, BitFit, Bottleneck, LnTuning, Lora, PrefixTuning, PromptTuning
+from tests.engine.build import CPU
 from tests.engine.pairs import PairTrial
 from tests.engine.prompts import PeftTrial
-from tests.engine.build import CPU
 from tests.parallel.ranks import RankGroup
 from tests.parallel.trained import Options, assert_equal, on_one, on_rank
 

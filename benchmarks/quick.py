@@ -46,9 +46,9 @@ class Guard:
 
 
 GUARDS: Mapping[str, Guard] = {
-    "light": Guard(peft=2.1, roofline=0.43),
-    "medium": Guard(peft=1.6, roofline=0.41),
-    "non-uniform": Guard(peft=1.45, roofline=0.54),
+    "light": Guard(peft=2.5, roofline=0.56),
+    "medium": Guard(peft=1.65, roofline=0.58),
+    "non-uniform": Guard(peft=1.6, roofline=0.63),
 }
 
 

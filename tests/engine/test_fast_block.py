@@ -195,6 +195,7 @@ def test_each_product_runs_once_forward_and_once_backward(arch: str) -> None:
     assert {item.task for item in batch.items} == {task.name for task in tasks}
     total = sum(participant.widest for participant in participants)
     weights = {name: op.weight_OI for name, op in backbone.products.items()}
+    engine.forward_backward({task: task.data.train for task in tasks})  # makes the views of adapters, once for all
     with Products(weights, backbone.model) as seen:
         engine.forward_backward({task: task.data.train for task in tasks})
     assert dict(seen.reads) == dict.fromkeys(weights, 2)  # a prompt lies below all of them

@@ -161,6 +161,7 @@ def test_a_pass_that_raises_on_all_ranks_fails_its_task_alone(
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.full
 def test_a_pass_that_raises_on_one_rank_ends_the_run_on_all(
     folder: Folder, data: Path, cache: Path, tmp_path: Path
 ) -> None:

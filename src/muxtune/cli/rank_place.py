@@ -35,6 +35,7 @@ AGAIN = "start the run again with --resume: it goes on from its newest checkpoin
 _BEAT_S = 1.0
 _TOLD_WITHIN_S = 3.0
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
@@ -106,21 +107,23 @@ def read_fate(folder: Path, size: int) -> RankError | None:
 def begin_as(place: RankPlace, environment: Mapping[str, str]) -> None:
     """What a rank does first: it ends with the starter or torchrun, and shows from now on that it lives."""
     if place.folder is not None or _TORCHRUN in environment:
-        _live_with_parent()
+        end_with(os.getppid())
     if place.folder is not None:
         file = place.folder / f"beat-{place.rank}"
         threading.Thread(target=_touch, args=(file,), name="beat", daemon=True).start()
 
 
-def _live_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, however that happens (Linux)."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was too late
-            os.kill(os.getpid(), signal.SIGKILL)
+def end_with(parent: int) -> None:
+    """Have the kernel end this process when its parent does, however that happens (Linux; elsewhere a thread looks).
+
+    The starter has its children do so before they are programs of their own: nothing can come between.
+    """
+    if _LIBC is None:
+        threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
         return
-    threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was too late
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write_to_log(path: Path) -> None:

@@ -7,7 +7,7 @@ others print goes to `.muxtune.ranks/RANK.log` in the output folder. They meet i
     a rank dies           noticed within a moment; rank 0 is told which, ends the run with that error and its summary
     a rank shows no life  after `timeout_s` it is taken for dead, and ended
     rank 0 does           the error is said here
-    this process dies     the kernel ends the ranks (`begin_as`)
+    this process dies     the kernel ends the ranks (`end_with`)
 
 Whatever happens, no rank is left when this process ends. No torch here.
 """
@@ -23,11 +23,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from muxtune.cli.errors import print_error
-from muxtune.cli.rank_place import AGAIN, FOLDER, LOGS, LOST, read_fate, write_fate
+from muxtune.cli.rank_place import AGAIN, FOLDER, LOGS, LOST, end_with, read_fate, write_fate
 from muxtune.cli.terminal import tell
 from muxtune.durable import make_folder
 from muxtune.errors import ConfigError, RankError
@@ -119,6 +120,7 @@ class Starter:
                 stdout=stream,
                 stderr=stream,
                 process_group=0,
+                preexec_fn=partial(end_with, os.getpid()) if sys.platform == "linux" else None,
             )
         finally:
             if stream is not None:

@@ -19,14 +19,15 @@ from muxtune.engine.agreement import agree
 from muxtune.engine.decode import DecodeSource
 from muxtune.engine.engine import Engine
 from muxtune.engine.followers import Outcome
+from muxtune.engine.load import load_held
 from muxtune.engine.orders import ToldReferences, sequences_from, take_tokens
 from muxtune.engine.task import Sequences
 from muxtune.engine.whole import ShardedParts, parts_answer
 from muxtune.errors import ModelError, RankError
 from muxtune.models.sources import resolve
 from muxtune.parallel.channel import Channel, Message
+from muxtune.parallel.layout import RankLayout
 from muxtune.parallel.mesh import TensorAxis
-from muxtune.parallel.tensor import load_sharded
 from muxtune.plan.trace import schedule_from
 from muxtune.spec.job import JobSpec
 
@@ -90,7 +91,8 @@ class Follower:
                 hint="give every machine the same model",
             )
         dtype, device = getattr(torch, order["dtype"]), torch.device(order["device"])
-        backbone = load_sharded(base.path, self._axis, dtype=dtype, device=device, num_hidden_layers=order["layers"])
+        layout = RankLayout(order["tp"], order["pp"])
+        backbone = load_held(base, self._axis, layout, dtype=dtype, device=device, layers=order["layers"])
         self._engine = Engine(backbone, plain=order["plain"], references=self._references)
 
     def _attach(self, order: Message, tensors: _Tensors, outcome: Outcome) -> None:

@@ -13,6 +13,9 @@ from muxtune.models.denormals import flush_denormals
 from muxtune.models.probe import check_support, model_logits
 from muxtune.models.sources import ModelFolder
 from muxtune.models.weights import load_model
+from muxtune.parallel.layout import RankLayout
+from muxtune.parallel.mesh import TensorAxis
+from muxtune.parallel.tensor import ShardedBackbone, load_sharded
 
 DTypeName = Literal["auto", "fp32", "bf16", "fp64"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -47,6 +50,20 @@ def load_backbone(
     backbone = Backbone(model, block)
     check_support(backbone, expected)
     return backbone
+
+
+def load_held(
+    folder: ModelFolder,
+    axis: TensorAxis,
+    layout: RankLayout,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: int | None,
+) -> ShardedBackbone:
+    """What this rank, of all on `axis`, holds of a model that a layout splits; not probed. Raises as `load_sharded`."""
+    assert layout.size == axis.size and layout.pp == 1, layout
+    return load_sharded(folder.path, axis, dtype=dtype, device=device, num_hidden_layers=layers)
 
 
 def choose_device(name: str) -> torch.device:

@@ -52,7 +52,6 @@ from muxtune.errors import ConfigError, StateError, TaskError
 from muxtune.models.backbone import Backbone, BlockChoice
 from muxtune.models.cache import default_cache_dir
 from muxtune.models.sources import ModelFolder, resolve
-from muxtune.parallel.tensor import ShardedBackbone
 from muxtune.peft.folder import require_free, write_adapter, writing
 from muxtune.peft.registry import give, payload, start_from
 from muxtune.plan.memory import MemoryModel
@@ -132,6 +131,7 @@ class LocalEngine(Engine):
             references=References(ReferenceCache(cache / "references"), ground),
             followers=ranks,
         )
+        self._ranks = ranks
         if ranks is not None:
             ranks.holding(self.sharded)
         self._prepared: dict[str, PreparedJob] = {}
@@ -141,7 +141,7 @@ class LocalEngine(Engine):
     @property
     def view(self) -> Backbone:
         """The shapes and names of the whole model, as adapter folders mean them."""
-        return self.backbone.whole if isinstance(self.backbone, ShardedBackbone) else self.backbone
+        return self.backbone if self._ranks is None else self._ranks.view
 
     def attach(  # type: ignore[override]
         self, job: JobSpec, prepared: PreparedJob | None = None, *, chunk_tokens: int | None = None

@@ -20,18 +20,18 @@ from torch import Tensor
 from muxtune.engine.agreement import agree
 from muxtune.engine.decode import DecodeSource
 from muxtune.engine.followers import Announced, Outcome, Source
-from muxtune.engine.load import DTypeName, choose_device, choose_dtype
+from muxtune.engine.load import DTypeName, choose_device, choose_dtype, load_held
 from muxtune.engine.orders import new_tokens, reference_values, tensors_of
 from muxtune.engine.references import References
 from muxtune.engine.task import Sequences, Task
-from muxtune.engine.whole import ShardedParts, ShardedWhole, Tensors, Whole, parts_answer
+from muxtune.engine.whole import HeldAdapter, ShardedParts, ShardedWhole, Tensors, Whole, parts_answer
 from muxtune.errors import ConfigError, RankError
+from muxtune.models.backbone import Backbone
 from muxtune.models.sources import ModelFolder
-from muxtune.parallel.adapters import ShardedAdapter
 from muxtune.parallel.channel import Channel, Message, Pulse
 from muxtune.parallel.layout import RankLayout
 from muxtune.parallel.mesh import TensorAxis
-from muxtune.parallel.tensor import ShardedBackbone, load_sharded
+from muxtune.parallel.tensor import ShardedBackbone
 from muxtune.plan.trace import schedule_line
 from muxtune.plan.types import RoundSchedule
 from muxtune.spec.job import JobSpec
@@ -63,7 +63,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._pulse = Pulse(channel, self._lock, pulse_s)
         self._backbone: ShardedBackbone | None = None
-        self._sharded: Mapping[str, ShardedAdapter] = {}
+        self._sharded: Mapping[str, HeldAdapter] = {}
         self._lost: RankError | None = None
 
     @contextmanager
@@ -85,7 +85,7 @@ class Ranks:
         threads: int | None,
         plain: bool,
     ) -> ShardedBackbone:
-        """This rank's part, while each of the others loads its own. Raises as `load_sharded`, and ConfigError for
+        """This rank's part, while each of the others loads its own. Raises as `load_held`, and ConfigError for
         another device than the CPU."""
         place = choose_device(device)
         if place.type != "cpu":
@@ -100,12 +100,20 @@ class Ranks:
             "layers": layers,
             "threads": threads,
             "plain": plain,
+            "tp": self.layout.tp,
+            "pp": self.layout.pp,
         }
         with self._together(told):
-            self._backbone = load_sharded(base.path, self.axis, dtype=precision, device=place, num_hidden_layers=layers)
+            self._backbone = load_held(base, self.axis, self.layout, dtype=precision, device=place, layers=layers)
         return self._backbone
 
-    def holding(self, sharded: Mapping[str, ShardedAdapter]) -> None:
+    @property
+    def view(self) -> Backbone:
+        """The whole model, without memory."""
+        assert self._backbone is not None, "nothing is loaded"
+        return self._backbone.whole
+
+    def holding(self, sharded: Mapping[str, HeldAdapter]) -> None:
         """Where the engine keeps its adapters' parts, by task."""
         self._sharded = sharded
 
@@ -159,7 +167,8 @@ class Ranks:
             with self._together(order, held):
                 parts.load(state, moments, step)
 
-        return ShardedWhole(task.job, self._backbone, asked, told)
+        dtype = self._backbone.dtype
+        return ShardedWhole(task.job, self.view, dtype, asked=asked, told=told, steps=lambda: task.step)
 
     @contextmanager
     def _together(self, order: Message, tensors: Mapping[str, Tensor] | None = None) -> Iterator[Outcome]:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from muxtune.engine.optim import FlatAdamW
-from muxtune.parallel.adapters import ShardedAdapter
-from muxtune.parallel.tensor import ShardedBackbone
-from muxtune.peft.base import Adapter
+from muxtune.parallel.mesh import TensorAxis
+from muxtune.peft.base import Adapter, BackboneView
 from muxtune.peft.registry import build_adapter
 from muxtune.spec.job import JobSpec
 
@@ -82,42 +81,60 @@ class OwnWhole:
         self._optimizer.load_moments(dict(moments), step)
 
 
+class HeldAdapter(Protocol):
+    """A rank's part of an adapter (`muxtune.parallel.adapters.ShardedAdapter`), and how it and the whole come of each
+    other. All ranks ask together."""
+
+    @property
+    def adapter(self) -> Adapter: ...
+    @property
+    def axis(self) -> TensorAxis:
+        """All ranks."""
+        ...
+
+    def whole_state(self) -> dict[str, Tensor]: ...
+    def whole(self, values: Tensors) -> dict[str, Tensor]: ...
+    def own(self, values: Tensors) -> dict[str, Tensor]: ...
+    def load_whole(self, state: Tensors) -> None: ...
+
+
 class ShardedParts:
     """What one rank has of a task, and its part in putting the whole together: all ranks do the same at once.
 
     `moments_by_name` and `load` know the moments as `MOMENT/PARAMETER`, of the whole's shapes.
     """
 
-    def __init__(self, sharded: ShardedAdapter, optimizer: FlatAdamW) -> None:
-        self._sharded = sharded
+    def __init__(self, held: HeldAdapter, optimizer: FlatAdamW) -> None:
+        self._held = held
         self._optimizer = optimizer
 
     def finite(self) -> bool:
-        broken = self._sharded.adapter.parameters.values.isfinite().all().logical_not()
-        return not bool(self._sharded.axis.max_(broken.reshape(1).float()))
+        broken = self._held.adapter.parameters.values.isfinite().all().logical_not()
+        return not bool(self._held.axis.max_(broken.reshape(1).float()))
 
     def state(self) -> dict[str, Tensor]:
-        return self._sharded.whole_state()
+        return self._held.whole_state()
 
     def moments_by_name(self) -> dict[str, Tensor]:
-        """Empty before the first step."""
-        parameters = self._sharded.adapter.parameters
-        return {
-            f"{moment}/{name}": value
-            for moment, buffer in self._optimizer.moments().items()
-            for name, value in self._sharded.whole(parameters.named(buffer.to(parameters.values))).items()
-        }
+        """After a first step; a rank that has nothing of the adapter has no moments, and asks all the same."""
+        parameters, own = self._held.adapter.parameters, self._optimizer.moments()
+        found: dict[str, Tensor] = {}
+        for moment in MOMENTS:
+            buffer = own[moment].to(parameters.values) if moment in own else torch.zeros_like(parameters.values)
+            whole = self._held.whole(parameters.named(buffer))
+            found |= {f"{moment}/{name}": value for name, value in whole.items()}
+        return found
 
     def load(self, state: Tensors, moments: Tensors, step: int) -> None:
-        """Take this rank's part; no exchange."""
-        self._sharded.load_whole(state)
+        """Take this rank's part."""
+        self._held.load_whole(state)
         if step == 0:
             return
-        parameters = self._sharded.adapter.parameters
+        parameters = self._held.adapter.parameters
         found: dict[str, Tensor] = {}
         for moment in MOMENTS:
             found[moment] = torch.zeros_like(parameters.values)
-            own = self._sharded.own({name: moments[f"{moment}/{name}"] for name in parameters.views})
+            own = self._held.own({name: moments[f"{moment}/{name}"] for name in parameters.views})
             for name, view in parameters.named(found[moment]).items():
                 view.copy_(own[name])
         self._optimizer.load_moments(found, step)
@@ -131,13 +148,27 @@ class ShardedWhole:
     """Of a task whose parts are on many ranks, seen from the one that writes it down.
 
     Args:
+        view: the whole model, without memory.
+        dtype: its precision.
         asked: has all ranks put `state`, `moments` or `finite` together.
         told: has all ranks take their parts of a state and of moments by name.
+        steps: optimizer steps done, now.
     """
 
-    def __init__(self, job: JobSpec, backbone: ShardedBackbone, asked: Asked, told: Told) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        view: BackboneView,
+        dtype: torch.dtype,
+        *,
+        asked: Asked,
+        told: Told,
+        steps: Callable[[], int],
+    ) -> None:
         self._job = job
-        self._backbone = backbone
+        self._view = view
+        self._dtype = dtype
+        self._steps = steps
         self._asked = asked
         self._told = told
 
@@ -147,7 +178,7 @@ class ShardedWhole:
     def template(self) -> Adapter:
         """Made anew each time: nobody needs it between checkpoints."""
         cpu, job = torch.device("cpu"), self._job
-        return build_adapter(job.peft, self._backbone.whole, seed=job.seed, dtype=self._backbone.dtype, device=cpu)
+        return build_adapter(job.peft, self._view, seed=job.seed, dtype=self._dtype, device=cpu)
 
     def adapter(self) -> Adapter:
         made = self.template()
@@ -159,9 +190,9 @@ class ShardedWhole:
 
     def moments(self) -> dict[str, Tensor]:
         """Flat, as the whole adapter's optimizer would have them."""
-        found = self._asked("moments")
-        if not found:
+        if not self._steps():
             return {}
+        found = self._asked("moments")
         parameters = self.template().parameters
         flat = {moment: torch.zeros_like(parameters.values) for moment in MOMENTS}
         for moment, buffer in flat.items():

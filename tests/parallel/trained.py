@@ -33,7 +33,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a task came to: its first gradient, the numbers of its steps, and the whole adapter at the end."""
+    """What a task came to: its first gradient, the numbers of its steps, and the whole adapter at the end.
+
+    `accuracies` are those that can be compared: a dpo task's first step has none, for where the policy is still the
+    reference every margin is 0 but for rounding, which says who is preferred.
+    """
 
     gradient: dict[str, Tensor]
     losses: list[float]
@@ -77,7 +81,7 @@ def _outcomes(backbone: Backbone, trials: Sequence[PeftTrial | PairTrial], optio
                 gradients[name],
                 [step.loss for step in own],
                 [step.grad_norm for step in own],
-                [step.accuracy for step in own],
+                [step.accuracy for step in own[engine.tasks[name].job.method == "dpo" :]],
                 _state(engine, name),
             )
             for name, own in steps.items()

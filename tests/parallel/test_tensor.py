@@ -12,19 +12,19 @@ from torch import Tensor
 
 from muxtune.engine.engine import Engine
 from muxtune.engine.task import Sequences
-from muxtune.parallel.mesh import TensorAxis
+from muxtune.parallel.mesh import ALONE, Sum, TensorAxis
 from muxtune.parallel.tensor import load_sharded
 from muxtune.spec.peft import IA3, BitFit, Bottleneck, LnTuning, Lora, PrefixTuning, PromptTuning
+from tests.engine.build import CPU
 from tests.engine.pairs import PairTrial
 from tests.engine.prompts import PeftTrial
-from tests.engine.build import CPU
 from tests.parallel.ranks import RankGroup
 from tests.parallel.trained import Options, assert_equal, on_one, on_rank
 
 TOLERANCE = 1e-9
 
 
-def _trials() -> list[PeftTrial | PairTrial]:
+def all_trials() -> list[PeftTrial | PairTrial]:
     """A task of each type, and of each side that a target may have."""
     return [
         PAIRS,
@@ -61,7 +61,7 @@ LLAMA_ONLY = [
 def test_two_ranks_equal_one_device(
     arch: str, options: Options, pair: RankGroup, folder: Callable[[str], Path]
 ) -> None:
-    trials = _trials() + (LLAMA_ONLY if "llama" in arch else [])
+    trials = all_trials() + (LLAMA_ONLY if "llama" in arch else [])
     pair.tell(on_rank, folder(arch), trials, options)
     expected = on_one(folder(arch), trials, options)
     for found in pair.answers():
@@ -73,7 +73,7 @@ def test_two_ranks_equal_one_device(
 @pytest.mark.full
 def test_three_ranks_equal_one_device(folder: Callable[[str], Path]) -> None:
     """One K/V head each."""
-    group, trials = RankGroup(3), _trials() + LLAMA_ONLY
+    group, trials = RankGroup(3), all_trials() + LLAMA_ONLY
     try:
         expected = on_one(folder("llama-uneven"), trials, Options())
         for found in group.ask(on_rank, folder("llama-uneven"), trials, Options()):
@@ -93,6 +93,10 @@ class Counting(TensorAxis):
         """As it is."""
         self.sizes.append(value.numel())
         return value
+
+    def start_sum(self, value: Tensor) -> Sum:
+        """As it is."""
+        return Sum(self.sum_(value), ALONE)
 
     def max_(self, value: Tensor) -> Tensor:
         """As it is."""

@@ -29,6 +29,9 @@ class Options:
 
     plain: bool = False
     recompute: bool = False
+    together: int = 1
+    overlap: bool = True
+    fuse_tokens: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,14 @@ def on_rank(
 
 def _outcomes(backbone: Backbone, trials: Sequence[PeftTrial | PairTrial], options: Options) -> dict[str, Outcome]:
     with exact(torch.float64):
-        engine = Engine(backbone, plain=options.plain, recompute=options.recompute)
+        engine = Engine(
+            backbone,
+            plain=options.plain,
+            recompute=options.recompute,
+            together=options.together,
+            overlap=options.overlap,
+            fuse_tokens=options.fuse_tokens,
+        )
         for trial in trials:
             engine.attach(trial.job, Sequences(trial.examples), chunk_tokens=trial.chunk_tokens)
         firsts = {trial.name: trial.examples[: trial.batch * trial.job.group_size] for trial in trials}

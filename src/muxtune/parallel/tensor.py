@@ -89,6 +89,8 @@ class ShardedBackbone(Backbone):
         self.whole, self.axis, self.sizes, self.part, self.cuts = whole, axis, sizes, part, cuts
         _split_embedding(model, part.entries, axis)
         super().__init__(model, "transformers")
+        # what hooks the embedding hooks whole rows, behind the sum, by the ids of all entries
+        self.embedding.entries = self.embedding.in_features = sizes.vocabulary
         head = self.head
         self.head: VocabularyHead = VocabularyHead(
             head.weight_VD, head.bias_V, head.softcap, head.name, part.entries, sizes.vocabulary, axis
@@ -125,7 +127,8 @@ class ShardedBackbone(Backbone):
 
 def _split_embedding(model: PreTrainedModel, entries: range, axis: TensorAxis) -> None:
     old = model.get_input_embeddings()
-    model.set_input_embeddings(VocabularyEmbedding(old.weight, entries, axis, old.padding_idx))
+    scale = getattr(old, "scalar_embed_scale", None)
+    model.set_input_embeddings(VocabularyEmbedding(old.weight, entries, axis, old.padding_idx, scale))
 
 
 class _Entry:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from muxtune.engine.engine import Engine
+from muxtune.engine.rounds import run_round
 from muxtune.engine.task import Sequences
 from muxtune.parallel.mesh import Sum, TensorAxis
 from muxtune.parallel.orchestrate import Part, PassTimes, Record, order_of, run_slot, run_slot_plain
@@ -24,6 +25,7 @@ from muxtune.plan.timeline import Event
 from muxtune.spec.peft import Lora
 from tests.engine.build import CPU, exact
 from tests.engine.prompts import PeftTrial
+from tests.engine.test_raising import break_
 from tests.parallel.ranks import RankGroup
 from tests.parallel.test_tensor import LLAMA_ONLY, TOLERANCE, all_trials
 from tests.parallel.trained import Options, assert_equal, on_one, on_rank
@@ -205,3 +207,33 @@ def _recorded(axis: TensorAxis, path: Path, overlap: bool) -> tuple[Event, ...]:
     layers, passes = 2, 3
     assert len(own) == passes * (2 * layers + 2 * layers - 1)
     return record.events
+
+
+def test_a_task_that_raises_in_a_slot_costs_nobody_else_anything(
+    pair: RankGroup, folder: Callable[[str], Path]
+) -> None:
+    for where in ("forward", "backward"):
+        for raised, states, expected in pair.ask(_with_a_fault, folder("llama"), where):
+            assert raised == {"bad"}
+            assert states.keys() == expected.keys() == {"one", "two"}
+            for name, state in states.items():
+                assert all(torch.equal(value, expected[name][key]) for key, value in state.items())
+
+
+def _with_a_fault(axis: TensorAxis, path: Path, where: str) -> tuple[set[str | None], object, object]:
+    """Who raised, and what the others came to, with the one that raises and without."""
+    names, lora = ("one", "bad", "two"), Lora(r=4, lora_dropout=0.1)
+    trials = [PeftTrial(name, lora, [9, 7], batch=2, seed=seed) for seed, name in enumerate(names)]
+    found = []
+    for broken in (True, False):
+        backbone = load_sharded(path, axis, dtype=torch.float64, device=CPU)
+        with exact(torch.float64):
+            engine = Engine(backbone, together=3, fuse_tokens=1)
+            own = [trial for trial in trials if broken or trial.name != "bad"]
+            tasks = {trial.name: engine.attach(trial.job, Sequences(trial.examples)) for trial in own}
+            if broken:
+                break_(tasks["bad"], where)
+            ran = run_round(engine, [task.participant() for task in tasks.values()])
+        found.append((set(ran.raised), {n: t.adapter.state() for n, t in tasks.items() if n != "bad"}))
+    (raised, states), (_, expected) = found
+    return raised, states, expected

@@ -115,6 +115,7 @@ class Executor:
         self._check(schedule)
         began = time.perf_counter()
         records: list[ActionRecord] = []
+        slot = range(0)
         try:
             for slot in self._slots(schedule.actions):
                 actions = schedule.actions[slot.start : slot.stop]
@@ -127,7 +128,7 @@ class Executor:
             if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
             record = RoundRecord(schedule, tuple(records), time.perf_counter() - began)
-            raise PassError(brief(error), record) from error
+            raise PassError(brief(error), record, len(slot)) from error
         finally:
             self._cut.drop()
             self._scored.drop()

@@ -21,7 +21,7 @@ from muxtune.parallel.orchestrate import Part, PassTimes, Record, order_of, run_
 from muxtune.parallel.steps import Steps, run_plain
 from muxtune.parallel.tensor import load_sharded
 from muxtune.plan.pipeline import StageAction
-from muxtune.plan.timeline import Event
+from muxtune.plan.timeline import Event, Timeline
 from muxtune.spec.peft import Lora
 from tests.engine.build import CPU, exact
 from tests.engine.prompts import PeftTrial
@@ -116,6 +116,8 @@ def test_records_are_in_the_plans_words() -> None:
         ("comm", "backward", ("t1",)),
     }
     assert overlapped(events)
+    first, second = (event for event in events if event.what == "comm")
+    assert first.end_s <= second.start_s, "a link does one thing at a time"
 
 
 def overlapped(events: Sequence[Event]) -> float:
@@ -189,6 +191,8 @@ def test_collectives_overlap_compute_in_a_slot_and_never_in_the_twin(
 ) -> None:
     for events in pair.ask(_recorded, folder("llama"), True):
         assert overlapped(events) > 0
+        line = Timeline(1, events, max(event.end_s for event in events), 1, 330)
+        assert 0 <= line.stall_share <= 1 - line.utilisation[0]
     for events in pair.ask(_recorded, folder("llama"), False):
         assert overlapped(events) == 0
         assert {event.what for event in events} == {"forward", "backward", "comm"}

@@ -78,8 +78,13 @@ class Record:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """In the order of their starts. A collective ends when its sum is there, and not later than it is used."""
-        found = [*self._computed, *(self._collective(*one) for one in self._sums)]
+        """In the order of their starts. A collective ends when its sum is there, and not later than it is used. The
+        link does one thing at a time: one that is started while another is under way begins when that has ended."""
+        found, free_s = list(self._computed), 0.0
+        for part, start_s, own, used_s in sorted(self._sums, key=lambda one: one[1]):
+            event = self._collective(part, max(start_s, free_s), own, used_s)
+            free_s = event.end_s + self._began
+            found.append(event)
         return tuple(sorted(found, key=lambda event: (event.start_s, event.end_s)))
 
     def computed(self, part: Part, start_s: float) -> None:

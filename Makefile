@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup lint test test-full demo bench bench-quick check-gpu clean
+.PHONY: setup lint test test-full demo bench bench-quick bench-link check-gpu clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,9 @@ bench: $(STAMP)
 
 bench-quick: $(STAMP)
 	$(BIN)/python -m benchmarks.quick $(ARGS)
+
+bench-link: $(STAMP)
+	$(BIN)/python -m benchmarks.link $(ARGS)
 
 check-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.check_gpu $(ARGS)

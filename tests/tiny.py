@@ -154,8 +154,8 @@ def _gemma2(layers: int) -> Gemma2Config:
     )
 
 
-def _gemma3(layers: int) -> Gemma3TextConfig:
-    shape = _GEMMA_SHAPE | {"num_key_value_heads": 1}
+def _gemma3(layers: int, groups: int = 1) -> Gemma3TextConfig:
+    shape = _GEMMA_SHAPE | {"num_key_value_heads": groups}
     return Gemma3TextConfig(**shape, num_hidden_layers=layers, layer_types=_alternating(layers))
 
 
@@ -200,6 +200,7 @@ _CONFIGS: dict[str, Callable[[int], PreTrainedConfig]] = {
     "mistral": _mistral,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma3-two": lambda layers: _gemma3(layers, groups=2),
     "gpt2": _gpt2,
     "opt": _opt,
     # OPT-350M: embeddings of another width, projected in and out, and norms after the blocks.

@@ -12,10 +12,11 @@ from muxtune.errors import AdapterError
 from muxtune.models.backbone import Backbone
 from muxtune.parallel.adapters import sharded_adapter
 from muxtune.parallel.mesh import TensorAxis
+from muxtune.parallel.rules import RULES
 from muxtune.parallel.slices import Slice
 from muxtune.parallel.tensor import ShardedBackbone, load_sharded
 from muxtune.peft.registry import build_adapter, payload
-from muxtune.spec.peft import IA3, Lora, PeftBase, Shira
+from muxtune.spec.peft import IA3, PEFT_SPECS, Lora, PeftBase, Shira
 from tests.engine.build import CPU
 from tests.parallel.ranks import RankGroup
 from tests.tiny import tiny_model
@@ -27,18 +28,16 @@ def backbone(folder: Callable[[str], Path]) -> ShardedBackbone:
     return load_sharded(folder("llama-uneven"), TensorAxis(1, 2), dtype=torch.float64, device=CPU)
 
 
-@pytest.mark.parametrize(
-    ("spec", "told"),
-    [
-        (Lora(use_dora=True), "dora adapters cannot be split"),
-        (Lora(init_lora_weights="pissa"), "pissa adapters cannot be split"),
-        (Shira(), "shira adapters cannot be split"),
-        (Lora(target_modules=("embed_tokens",)), "LoRA on the token embedding cannot be split"),
-    ],
-)
-def test_what_has_no_rule_is_refused(spec: PeftBase, told: str, backbone: ShardedBackbone) -> None:
-    with pytest.raises(AdapterError, match=told) as refused:
-        sharded_adapter(spec, backbone, seed=0, dtype=torch.float64, device=CPU)
+def test_every_type_has_a_rule() -> None:
+    assert RULES.keys() == set(PEFT_SPECS.values())
+
+
+def test_a_type_without_a_rule_is_refused(backbone: ShardedBackbone) -> None:
+    class Stranger(Lora):
+        pass
+
+    with pytest.raises(AdapterError, match="cannot be split over ranks") as refused:
+        sharded_adapter(Stranger(), backbone, seed=0, dtype=torch.float64, device=CPU)
     assert "tp: 1" in str(refused.value)
 
 
@@ -60,13 +59,14 @@ def test_a_rank_has_its_ranges_of_the_start_values_of_one_device(backbone: Shard
 
 def test_the_whole_adapter_exports_as_from_one_device(pair: RankGroup, folder: Callable[[str], Path]) -> None:
     """The same folder: config and tensors."""
-    for spec in (Lora(r=4), IA3()):
+    dora, pissa = Lora(r=4, use_dora=True), Lora(r=4, init_lora_weights="pissa")
+    for spec in (Lora(r=4), IA3(), dora, pissa, Shira(r=3), Lora(target_modules=("embed_tokens", "lm_head"))):
         view = Backbone(tiny_model("llama-uneven"), "transformers")
         expected = payload(spec, build_adapter(spec, view, seed=5, dtype=torch.float64, device=CPU), view)
         for config, tensors in pair.ask(_exported, folder("llama-uneven"), spec):
             assert config == expected.config
             assert tensors.keys() == expected.tensors.keys()
-            assert all(torch.equal(tensors[name], value) for name, value in expected.tensors.items())
+            assert all(torch.allclose(tensors[name], value) for name, value in expected.tensors.items())
 
 
 def _exported(axis: TensorAxis, path: Path, spec: PeftBase) -> tuple[object, dict[str, torch.Tensor]]:
@@ -76,3 +76,18 @@ def _exported(axis: TensorAxis, path: Path, spec: PeftBase) -> tuple[object, dic
     whole.load(sharded.whole_state())
     made = payload(spec, whole, backbone.whole)
     return made.config, dict(made.tensors)
+
+
+def test_places_of_another_seed_are_refused(pair: RankGroup, folder: Callable[[str], Path]) -> None:
+    assert all("other" in told and "tp: 1" in told for told in pair.ask(_other_places, folder("llama")))
+
+
+def _other_places(axis: TensorAxis, path: Path) -> str:
+    backbone = load_sharded(path, axis, dtype=torch.float64, device=CPU)
+    sharded = sharded_adapter(Shira(r=3), backbone, seed=5, dtype=torch.float64, device=CPU)
+    other = build_adapter(Shira(r=3), backbone.whole, seed=6, dtype=torch.float64, device=CPU)
+    try:
+        sharded.load_whole(other.state())
+    except AdapterError as error:
+        return str(error)
+    return ""

@@ -29,11 +29,18 @@ class Options:
 
     plain: bool = False
     recompute: bool = False
+    together: int = 1
+    overlap: bool = True
+    fuse_tokens: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a task came to: its first gradient, the numbers of its steps, and the whole adapter at the end."""
+    """What a task came to: its first gradient, the numbers of its steps, and the whole adapter at the end.
+
+    `accuracies` are those that can be compared: a dpo task's first step has none, for where the policy is still the
+    reference every margin is 0 but for rounding, which says who is preferred.
+    """
 
     gradient: dict[str, Tensor]
     losses: list[float]
@@ -63,7 +70,14 @@ def on_rank(
 
 def _outcomes(backbone: Backbone, trials: Sequence[PeftTrial | PairTrial], options: Options) -> dict[str, Outcome]:
     with exact(torch.float64):
-        engine = Engine(backbone, plain=options.plain, recompute=options.recompute)
+        engine = Engine(
+            backbone,
+            plain=options.plain,
+            recompute=options.recompute,
+            together=options.together,
+            overlap=options.overlap,
+            fuse_tokens=options.fuse_tokens,
+        )
         for trial in trials:
             engine.attach(trial.job, Sequences(trial.examples), chunk_tokens=trial.chunk_tokens)
         firsts = {trial.name: trial.examples[: trial.batch * trial.job.group_size] for trial in trials}
@@ -77,7 +91,7 @@ def _outcomes(backbone: Backbone, trials: Sequence[PeftTrial | PairTrial], optio
                 gradients[name],
                 [step.loss for step in own],
                 [step.grad_norm for step in own],
-                [step.accuracy for step in own],
+                [step.accuracy for step in own[engine.tasks[name].job.method == "dpo" :]],
                 _state(engine, name),
             )
             for name, own in steps.items()

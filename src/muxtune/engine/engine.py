@@ -27,11 +27,13 @@ from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
 from muxtune.parallel.adapters import GradientSum, ShardedAdapter, sharded_adapter
+from muxtune.parallel.orchestrate import Record
 from muxtune.parallel.tensor import ShardedBackbone
 from muxtune.peft.base import Adapter
 from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.registry import build_adapter
 from muxtune.peft.slab import Slabs
+from muxtune.plan.interleave import interleaved
 from muxtune.plan.round import Participant, derive_round
 from muxtune.plan.types import (
     ItemOutcome,
@@ -68,6 +70,8 @@ class Engine:
         references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
         grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
         followers: told of each primitive before it runs, where other ranks hold parts of the backbone.
+        together: hTasks that take turns in a round; on a backbone that is split over ranks their passes then overlap.
+        overlap: whether they do; without it they run one after another, the same to the bit.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class Engine:
         references: References | None = None,
         grouping: Rule = measured,
         followers: Followers | None = None,
+        together: int = 1,
+        overlap: bool = True,
     ) -> None:
         self.backbone = backbone
         self._followers: Followers = followers or Nobody()
@@ -107,7 +113,9 @@ class Engine:
             self.references,
             plain=plain,
             grouping=grouping,
+            overlap=overlap,
         )
+        self._together = together
         self._spared: set[str] = set()
         self._rounds = 0
         self._slabs = Slabs()
@@ -192,6 +200,15 @@ class Engine:
             self.planning.observe(record, self.tasks, self.sources)
         return record
 
+    def recorded(self, schedule: RoundSchedule, clock: Callable[[], float]) -> Record:
+        """Run a schedule on a backbone that is split over ranks; what its passes that train did when."""
+        self._executor.record = record = Record(clock)
+        try:
+            self.execute(schedule)
+        finally:
+            self._executor.record = None
+        return record
+
     @contextmanager
     def lending(self, sources: Mapping[str, Source]) -> Iterator[None]:
         """Have sequences to run while the block lasts. Raises StateError, with nothing lent, for a name in use."""
@@ -253,7 +270,7 @@ class Engine:
     def _derive(
         self, number: int, participants: Sequence[Participant], kind: WorkKind, plan: Plan | None = None
     ) -> RoundSchedule:
-        return derive_round(
+        schedule = derive_round(
             number,
             participants,
             policy=self.policy,
@@ -264,6 +281,7 @@ class Engine:
             spared=self._spared,
             keep_tokens=self.keep_tokens,
         )
+        return interleaved(schedule, self._together) if kind == "train" and self._together > 1 else schedule
 
     def refer(self, participants: Sequence[Participant]) -> RoundRecord | None:
         """Compute what the dpo tasks among them will be compared with; None where all of it is known.

@@ -8,6 +8,9 @@ train from what was kept, without a forward pass; a decode one feeds new tokens 
 of dpo train, what their tokens weigh follows from their log-probabilities: the head runs once more on their rows alone,
 before the sweep that makes all gradients; rows of sft have no part in that.
 
+Where the backbone is split over ranks, neighbouring passes that train, each of other tasks, run as one slot: the layers
+of one exchange while those of another compute (`muxtune.parallel.orchestrate`). One by one they come to the same bits.
+
 The boundary: it knows tasks by name, and sequences by (source, index). It owns no order, no policy and no clock but the
 one it times actions with.
 """
@@ -15,8 +18,8 @@ one it times actions with.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +41,17 @@ from muxtune.models.attach import Pass
 from muxtune.models.attention import AttentionContext
 from muxtune.models.backbone import Backbone
 from muxtune.models.loss import TokenLosses, token_losses, token_losses_plain
+from muxtune.parallel.orchestrate import Part, PassTimes, Record, order_of, run_slot, run_slot_plain
+from muxtune.parallel.steps import Steps
+from muxtune.parallel.subgraphs import LayerChain, Subgraphs
+from muxtune.parallel.tensor import ShardedBackbone
 from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import RowKeys, row_keys
 from muxtune.peft.grouped import Rule, measured
 from muxtune.peft.multiplex import hooks
+from muxtune.plan.interleave import slots
 from muxtune.plan.legal import parts_pair, require_legal
+from muxtune.plan.pipeline import StageAction
 from muxtune.plan.types import (
     Action,
     ActionRecord,
@@ -56,11 +65,19 @@ from muxtune.plan.types import (
 )
 
 Source = Sequence[TokenSequence] | DecodeSource
+TimesOf = Callable[[MicroBatch], PassTimes]
+
+
+def by_rows(batch: MicroBatch) -> PassTimes:
+    """What a pass takes where nothing has been measured: as much as it has rows, half of a layer's time on its link."""
+    rows = float(batch.computed)
+    return PassTimes(rows, rows, rows / 2, rows)
 
 
 class Executor:
     """Args: `tasks`, `sources`, `references` are read at each execute; `plain` selects the twin of every fast path;
-    `grouping` says where adapters of a kind run as one."""
+    `grouping` says where adapters of a kind run as one. Of a backbone on several ranks: `overlap` lets passes of a slot
+    overlap, in an order that follows from `times`, the same on all ranks; `record` notes what ran when."""
 
     def __init__(
         self,
@@ -71,8 +88,14 @@ class Executor:
         *,
         plain: bool = False,
         grouping: Rule = measured,
+        overlap: bool = True,
+        times: TimesOf = by_rows,
     ) -> None:
         self._backbone = backbone
+        self._subgraphs = Subgraphs(backbone) if isinstance(backbone, ShardedBackbone) and not plain else None
+        self._overlap = overlap
+        self._times = times
+        self.record: Record | None = None
         self._tasks = tasks
         self._sources = sources
         self._references = references
@@ -92,15 +115,20 @@ class Executor:
         self._check(schedule)
         began = time.perf_counter()
         records: list[ActionRecord] = []
+        slot = range(0)
         try:
-            for index, action in enumerate(schedule.actions):
-                records.append(self._run(index, action, began))
+            for slot in self._slots(schedule.actions):
+                actions = schedule.actions[slot.start : slot.stop]
+                if len(slot) == 1:
+                    records.append(self._run(slot.start, actions[0], began))
+                else:
+                    records += self._run_slot(slot.start, actions, began)
         except BaseException as error:
             self._drop_steps(schedule, len(records))
             if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
             record = RoundRecord(schedule, tuple(records), time.perf_counter() - began)
-            raise PassError(brief(error), record) from error
+            raise PassError(brief(error), record, len(slot)) from error
         finally:
             self._cut.drop()
             self._scored.drop()
@@ -113,6 +141,27 @@ class Executor:
             return ActionRecord(index, start_s, time.perf_counter() - began, step=step)
         items, rows = self._micro_batch(action)
         return ActionRecord(index, start_s, time.perf_counter() - began, rows, items)
+
+    def _slots(self, actions: Sequence[Action]) -> list[range]:
+        """What runs together."""
+        if self._subgraphs is None or not self._subgraphs.cut:
+            return [range(index, index + 1) for index in range(len(actions))]
+        return slots(actions)
+
+    def _run_slot(self, first: int, actions: Sequence[Action], began: float) -> list[ActionRecord]:
+        """Several passes that train. What each took cannot be told apart from what it overlapped with: it is recorded
+        with a share of the slot's time by its rows."""
+        start_s = time.perf_counter() - began
+        passes = [self._packed(batch) for batch in actions if isinstance(batch, MicroBatch)]
+        self._train(passes)
+        done = [(self._finished(one), len(one.packed.rows.ids_T)) for one in passes]
+        share_s = (time.perf_counter() - began - start_s) / sum(rows for _, rows in done)
+        records = []
+        for index, (items, rows) in enumerate(done, start=first):
+            end_s = start_s + rows * share_s
+            records.append(ActionRecord(index, start_s, end_s, rows, items))
+            start_s = end_s
+        return records
 
     def _drop_steps(self, schedule: RoundSchedule, raised: int) -> None:
         """Of the tasks that the schedule trains, and of the one whose step it was that raised."""
@@ -163,39 +212,97 @@ class Executor:
     def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
         if all(item.kind == "decode" for item in batch.items):
             return (), run_decode(self._backbone, batch, self._tasks, self._sources, plain=self._plain)
+        one = self._packed(batch)
+        if batch.trains:
+            self._train([one])
+        else:
+            one.losses = self._forward(one.packed, batch)
+        return self._finished(one), len(one.packed.rows.ids_T) if not batch.resumes else 0
+
+    def _packed(self, batch: MicroBatch) -> _Pass:
         sources = {
             item.source: source
             for item in batch.items
             if not isinstance(source := self._sources[item.source], DecodeSource)
         }
         adapters = {item.task: self._tasks[item.task].adapter for item in batch.items if item.task is not None}
-        packed = pack(batch, sources, adapters, self._cut, self._backbone.device, self._precision)
-        losses = self._train(packed, batch) if batch.trains else self._forward(packed, batch)
-        for item in batch.items:
+        return _Pass(batch, pack(batch, sources, adapters, self._cut, self._backbone.device, self._precision))
+
+    def _finished(self, one: _Pass) -> tuple[ItemOutcome, ...]:
+        assert one.losses is not None
+        for item in one.batch.items:
             self._cut.ran(item)
-        outcomes = tuple(self._outcomes(packed, losses))
+        outcomes = tuple(self._outcomes(one.packed, one.losses))
         for outcome in outcomes:
             if outcome.kind == "train" and outcome.task is not None:
                 self._tasks[outcome.task].count(outcome)
-        return outcomes, len(packed.rows.ids_T) if not batch.resumes else 0
+        return outcomes
 
     @property
     def _precision(self) -> torch.dtype:
         return torch.promote_types(self._backbone.dtype, torch.float32)
 
-    def _train(self, packed: PackedBatch, batch: MicroBatch) -> TokenLosses:
+    def _train(self, passes: Sequence[_Pass]) -> None:
+        """Forward and back, all of them together."""
+        work = [self._parts(one) for one in passes]
+        if len(work) == 1 or not self._overlap:
+            run_slot_plain(work, self.record)
+            return
+        layers = len(self._backbone.blocks)
+        run_slot(work, order_of([self._times(one.batch).both(layers) for one in passes]), self.record)
+
+    def _parts(self, one: _Pass) -> list[Part]:
+        batch = one.batch
+        tasks = tuple(item.task for item in batch.items if item.task is not None)
+        forth = StageAction("forward", batch.htask, batch.chunk, 0)
+        back = StageAction("backward", batch.htask, batch.chunk, 0)
+        return [Part(forth, tasks, self._forth(one)), Part(back, tasks, self._back(one))]
+
+    def _forth(self, one: _Pass) -> Steps[None]:
+        """Up to the losses and their gradient, which is what the way back begins with."""
+        packed, batch = one.packed, one.batch
+        if self._subgraphs is not None and not batch.keep:
+            yield from self._through_layers(self._subgraphs, one)
         with torch.enable_grad():
-            hidden_TD = self._cut.take(batch) if batch.keep else self._hidden(packed, batch.recompute)
+            hidden_TD = self._hidden_of(one)
             rows_UD, place_N = _gather(hidden_TD, packed)
         rows_ND = rows_UD.detach() if place_N is None else rows_UD.detach()[place_N]
-        losses = self._losses(rows_ND, self._weighed(rows_ND, packed))
-        assert losses.grad_ND is not None
+        one.losses = self._losses(rows_ND, self._weighed(rows_ND, packed))
+        grad_UD = one.losses.grad_ND
+        assert grad_UD is not None
         if rows_UD.requires_grad:  # else nothing below the head is trained
-            grad_UD = losses.grad_ND
             if place_N is not None:
-                grad_UD = torch.zeros_like(rows_UD).index_add_(0, place_N, losses.grad_ND)
-            torch.autograd.backward([rows_UD], [grad_UD])
-        return losses
+                grad_UD = torch.zeros_like(rows_UD).index_add_(0, place_N, grad_UD)
+            one.ends = rows_UD, grad_UD
+
+    def _through_layers(self, subgraphs: Subgraphs, one: _Pass) -> Steps[None]:
+        """Embedding and loss exchange too, but wait at once: they come once a pass, and all but the rows' gradient is
+        small."""
+        rows, current = one.packed.rows, self._pass(one.packed)
+        with torch.enable_grad():
+            prelude = self._backbone.begin(rows.ids_T, rows.positions_T, current)
+        every = range(len(self._backbone.blocks))
+        one.chain = subgraphs.chain(prelude, current, layers=every, recompute=one.batch.recompute)
+        last_TD = yield from one.chain.forward(prelude.x_TD)
+        one.between = _Between(current, prelude.x_TD, last_TD)
+
+    def _hidden_of(self, one: _Pass) -> Tensor:
+        """What the head takes, under autograd."""
+        if one.between is not None:
+            return self._backbone.finish(one.between.last_TD, one.between.current)
+        return self._cut.take(one.batch) if one.batch.keep else self._hidden(one.packed, one.batch.recompute)
+
+    def _back(self, one: _Pass) -> Steps[None]:
+        if one.ends is None:
+            return
+        (rows_UD, grad_UD), one.ends = one.ends, None
+        torch.autograd.backward([rows_UD], [grad_UD])
+        between, one.between = one.between, None
+        if one.chain is None or between is None or between.last_TD.grad is None:
+            return
+        grad_TD = yield from one.chain.backward(between.last_TD.grad)
+        if grad_TD is not None and between.first_TD.requires_grad:
+            torch.autograd.backward([between.first_TD], [grad_TD])
 
     @torch.no_grad()
     def _forward(self, packed: PackedBatch, batch: MicroBatch) -> TokenLosses:
@@ -206,6 +313,11 @@ class Executor:
         return self._losses(hidden_TD[packed.predict_N], packed)
 
     def _hidden(self, packed: PackedBatch, recompute: bool = False) -> Tensor:
+        rows = packed.rows
+        return self._backbone.hidden(rows.ids_T, rows.positions_T, self._pass(packed), recompute=recompute)
+
+    def _pass(self, packed: PackedBatch) -> Pass:
+        """Who attends to whom in these rows, and which adapter has which of them."""
         dispatches = [
             Dispatch(rows.start, rows.stop, self._tasks[rows.item.task].adapter, self._keys(rows))
             for rows in packed.items
@@ -213,8 +325,7 @@ class Executor:
         ]
         rows = packed.rows
         hooked = hooks(dispatches, plain=self._plain, grouping=self._grouping, joined=self._backbone.groups)
-        current = Pass(AttentionContext(rows.segments, self._cut.carry), hooked, rows.given)
-        return self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=recompute)
+        return Pass(AttentionContext(rows.segments, self._cut.carry), hooked, rows.given)
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses
@@ -285,6 +396,27 @@ class Executor:
         if rows.item.kind not in ("train", "carry", "score") or not task.adapter.stochastic:
             return None
         return row_keys(task.job.seed, task.step, rows.example_t, rows.position_t, self._backbone.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """What lies between the subgraphs of a pass: the rows that enter its layers, and those that leave them."""
+
+    current: Pass
+    first_TD: Tensor
+    last_TD: Tensor
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A micro-batch as far as it is: its losses once the head has run, and what its way back begins with."""
+
+    batch: MicroBatch
+    packed: PackedBatch
+    losses: TokenLosses | None = None
+    ends: tuple[Tensor, Tensor] | None = None
+    chain: LayerChain | None = None
+    between: _Between | None = None
 
 
 def _passes(schedule: RoundSchedule) -> list[MicroBatch]:

@@ -20,16 +20,20 @@ _OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "_A
 
 
 class PassError(RuntimeError):
-    """An action raised `__cause__`. `record` says what ran before it; `tasks` took part in it."""
+    """An action raised `__cause__`, or one of `together` that ran at once. `record` says what ran before them; `tasks`
+    took part."""
 
-    def __init__(self, message: str, record: RoundRecord) -> None:
+    def __init__(self, message: str, record: RoundRecord, together: int = 1) -> None:
         super().__init__(message)
         self.record = record
-        assert record.raised is not None
-        self.tasks = tuple(task for task in tasks_of(record.raised) if task is not None)
+        self.together = together
+        ran = len(record.actions)
+        running = record.schedule.actions[ran : ran + together]
+        assert running, "nothing was left to raise"
+        self.tasks = tuple(task for action in running for task in tasks_of(action) if task is not None)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (PassError, (str(self), self.record))
+        return (PassError, (str(self), self.record, self.together))
 
 
 @dataclass(frozen=True, slots=True)

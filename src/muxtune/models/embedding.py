@@ -56,7 +56,10 @@ class TokenEmbedding:
     @property
     def scale(self) -> float:
         """What the module multiplies looked-up rows with, to the last bit of how it keeps it."""
-        return float(getattr(self._module, "embed_scale", 1.0))
+        scale = getattr(self._module, "embed_scale", 1.0)
+        if isinstance(scale, Tensor) and scale.is_meta:  # a model without memory: from what the buffer is made of
+            scale = torch.tensor(float(self._module.scalar_embed_scale))  # type: ignore[arg-type]
+        return float(scale)
 
     @property
     def padding_id(self) -> int | None:

@@ -1,76 +1,60 @@
-"""Adapters over ranks, by rules that follow from how each BaseOp is cut. No type knows of ranks.
+"""Adapters over ranks: a rank builds the type's own adapter on its own, narrower operators.
 
-A rank builds the type's own adapter on its own, narrower operators. What each parameter is to the ranks:
+What each parameter is to the ranks is said by rules (`muxtune.parallel.rules`). Start values are those of one device:
+the whole adapter is made too, for a moment, and each rank takes its ranges; what depends on weights that lie on several
+ranks is measured together (the lengths of a DoRA) or on one of them, a weight at a time (the components of a PiSSA).
 
-    sharded    each rank has the ranges that its operator has      its gradient is whole
-    partial    all ranks have it; each sees a part of the work     its gradient is a part of a sum
-    whole      all ranks have it and do the same work with it      its gradient is whole
-
-                       column-parallel (outputs cut)      row-parallel (inputs cut)
-    LoRA               A partial, B sharded               A sharded, B partial; before the operator's own sum
-    IA3 on outputs     sharded                            whole, on the sum
-    IA3 on inputs      partial                            sharded
-    BitFit             sharded                            whole, on the sum
-    bottleneck         -                                  whole, on the sum
-    norm tuning        whole
-    prefix             sharded, by key/value heads
-    prompt             whole
-
-Start values are those of one device: the whole adapter is made too, for a moment, and each rank takes its ranges. The
-partial gradients are summed once an optimizer step, before clipping, in one exchange with what the norm needs of the
-sharded ones (`GradientSum`). A whole parameter stays the same on all ranks because they do the same arithmetic.
+The partial gradients are summed once an optimizer step, before clipping, in one exchange with what the norm needs of
+the sharded ones (`GradientSum`). A whole parameter stays the same on all ranks because they do the same arithmetic.
 
 Legend: as in `muxtune.peft`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from muxtune.errors import AdapterError
 from muxtune.parallel.mesh import TensorAxis
-from muxtune.parallel.shard import Cut
+from muxtune.parallel.placement import Picked, Placement, Placements, own_part, places_in, put_part
+from muxtune.parallel.rules import rule_of
 from muxtune.parallel.slices import Slice
-from muxtune.parallel.tensor import ShardedBackbone, summed_name
-from muxtune.peft.base import Adapter, AdapterModule
-from muxtune.peft.ia3 import IA3Adapter
-from muxtune.peft.lora import LoraModule
+from muxtune.parallel.tensor import ShardedBackbone
+from muxtune.peft.base import Adapter
+from muxtune.peft.dora import DoraAdapter
+from muxtune.peft.pissa import PissaAdapter, blank, decomposed
 from muxtune.peft.registry import build_adapter
-from muxtune.spec.peft import (
-    IA3,
-    PEFT_SPECS,
-    BitFit,
-    Bottleneck,
-    LnTuning,
-    Lora,
-    PeftBase,
-    PrefixTuning,
-    PromptTuning,
-    type_name,
-)
-
-Placement = Slice | Literal["partial", "whole"]
-Placements = dict[str, Placement]  # by parameter name
-_Rule = Callable[[Adapter, ShardedBackbone], Placements]
+from muxtune.peft.shira import PLACES, WEIGHT, shira_adapter
+from muxtune.peft.targets import linears
+from muxtune.spec.peft import Lora, PeftBase, Shira
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedAdapter:
-    """A rank's part of an adapter: its parameters are as wide as the rank's operators, under the names of the whole."""
+    """A rank's part of an adapter: its parameters are as wide as the rank's operators, under the names of the whole.
+
+    Attributes:
+        placements, fixed: of each parameter and fixed tensor, what of it is here.
+        shapes: of the whole.
+        constants: fixed tensors of the whole that nobody's part can be put together from.
+    """
 
     adapter: Adapter
     placements: Mapping[str, Placement]
-    shapes: Mapping[str, torch.Size]  # of the whole
+    fixed: Mapping[str, Placement]
+    shapes: Mapping[str, torch.Size]
     axis: TensorAxis
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
 
     def whole_state(self) -> dict[str, Tensor]:
-        """Every parameter of the whole adapter, on all ranks, which ask together. One exchange a sharded parameter."""
-        return {name: self._whole(name, view.detach()) for name, view in self.adapter.parameters.views.items()}
+        """All that makes the whole adapter what it is, on all ranks, which ask together. One exchange for each part."""
+        views = {name: self._whole(name, view.detach()) for name, view in self.adapter.parameters.views.items()}
+        fixed = {name: self._whole(name, self.adapter.fixed[name]) for name in self.fixed}
+        return views | fixed | {name: value.clone() for name, value in self.constants.items()}
 
     def whole_gradient(self) -> dict[str, Tensor]:
         """The same of the gradients, which `GradientSum` has not summed yet."""
@@ -82,8 +66,20 @@ class ShardedAdapter:
         return found
 
     def load_whole(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's ranges of the values of a whole adapter."""
-        self.adapter.load({name: _own(state[name], self.placements[name]) for name in self.placements})
+        """Take this rank's part of the values of a whole adapter; all ranks do, together.
+
+        Raises AdapterError where a constant differs.
+        """
+        for name, value in self.constants.items():
+            if not torch.equal(state[name].cpu(), value):
+                raise AdapterError(
+                    "its trained places are others than a job of this seed draws",
+                    where=name,
+                    hint="tp: 1, or the seed of the job that it comes from",
+                )
+        placed = {**self.placements, **self.fixed}
+        own = {name: own_part(state[name], placement) for name, placement in placed.items()}
+        self.adapter.load(own | {name: self.adapter.fixed[name] for name in self.constants})
 
     def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of one tensor a parameter, as wide as the rank's, those of the whole adapter; all ranks ask together."""
@@ -91,16 +87,14 @@ class ShardedAdapter:
 
     def own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rank's ranges of one tensor for each parameter of the whole adapter."""
-        return {name: _own(values[name], placement) for name, placement in self.placements.items()}
+        return {name: own_part(values[name], placement) for name, placement in self.placements.items()}
 
     def _whole(self, name: str, value: Tensor) -> Tensor:
-        placement = self.placements[name]
-        if not isinstance(placement, Slice):
+        placement = self.placements[name] if name in self.placements else self.fixed[name]
+        if isinstance(placement, str):
             return value.clone(memory_format=torch.contiguous_format)
-        full, start = value.new_zeros(self.shapes[name]), 0
-        for own in placement.ranges:
-            full.narrow(placement.dim, own.start, len(own)).copy_(value.narrow(placement.dim, start, len(own)))
-            start += len(own)
+        full = value.new_zeros(self.shapes[name])
+        put_part(full, value, placement)
         return self.axis.sum_(full)
 
 
@@ -110,7 +104,7 @@ class GradientSum:
     def __init__(self, sharded: ShardedAdapter) -> None:
         views, placements = sharded.adapter.parameters.views, sharded.placements
         self._axis = sharded.axis
-        self._sharded = [view for name, view in views.items() if isinstance(placements[name], Slice)]
+        self._sharded = [view for name, view in views.items() if not isinstance(placements[name], str)]
         self._partial = [view for name, view in views.items() if placements[name] == "partial"]
         self._whole = [view for name, view in views.items() if placements[name] == "whole"]
 
@@ -133,120 +127,93 @@ class GradientSum:
 def sharded_adapter(
     spec: PeftBase, backbone: ShardedBackbone, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> ShardedAdapter:
-    """This rank's part of a fresh adapter, with the start values of `build_adapter` on one device.
+    """This rank's part of a fresh adapter, with the start values of `build_adapter` on one device. All ranks make
+    theirs together: some starts are measured by all.
 
-    Raises AdapterError as that does, and for a type or a target that has no rule here.
+    Raises AdapterError as that does, and for a type that has no rule here.
     """
-    rule = _rule_of(spec, backbone)
-    adapter = build_adapter(spec, backbone, seed=seed, dtype=dtype, device=device)
-    placements = rule(adapter, backbone)
-    assert placements.keys() == adapter.parameters.views.keys(), "a parameter without a rule"
-    shapes = {name: view.shape for name, view in adapter.parameters.views.items()}
-    if not any(isinstance(placement, Slice) for placement in placements.values()):
-        return ShardedAdapter(adapter, placements, shapes, backbone.axis)
+    rule = rule_of(spec)
     whole = build_adapter(spec, backbone.whole, seed=seed, dtype=dtype, device=torch.device("cpu"))
-    shapes = {name: view.shape for name, view in whole.parameters.views.items()}
-    sharded = ShardedAdapter(adapter, placements, shapes, backbone.axis)
+    if isinstance(spec, Shira):
+        return _shira(whole, backbone, device)
+    if isinstance(spec, Lora) and spec.pissa:
+        return _pissa(spec, whole, backbone, device)
+    adapter = build_adapter(spec, backbone, seed=seed, dtype=dtype, device=device)
+    sharded = _placed(adapter, rule(adapter, backbone), whole, backbone)
+    if all(isinstance(placement, str) for placement in sharded.placements.values()):
+        return sharded  # nothing of it is a part, so it starts as on one device, from weights that all ranks have
     sharded.load_whole(whole.state())
+    if isinstance(adapter, DoraAdapter):
+        adapter.start()  # the whole knows no weights, and so no lengths
     return sharded
 
 
-def _rule_of(spec: PeftBase, backbone: ShardedBackbone) -> _Rule:
-    rule = _RULES.get(type(spec))
-    variant = isinstance(spec, Lora) and (spec.use_dora or spec.pissa)
-    if rule is None or variant:
-        raise AdapterError(
-            f"{type_name(spec)} adapters cannot be split over ranks yet",
-            hint="tp: 1, or one of the types " + ", ".join(name for name, kind in PEFT_SPECS.items() if kind in _RULES),
-        )
-    return rule
+def _placed(adapter: Adapter, placements: Placements, whole: Adapter, backbone: ShardedBackbone) -> ShardedAdapter:
+    views, fixed = adapter.parameters.views, adapter.fixed
+    assert placements.keys() == views.keys() | fixed.keys(), "a parameter without a rule"
+    shapes = {name: shape for name, (shape, _) in whole.layout.items()}
+    own = {name: placements[name] for name in views}
+    return ShardedAdapter(adapter, own, {name: placements[name] for name in fixed}, shapes, backbone.axis)
 
 
-def _lora(adapter: Adapter, backbone: ShardedBackbone) -> Placements:
-    found: Placements = {}
-    for name, module in adapter.modules.items():
-        if name == backbone.embedding.name:
-            raise AdapterError(
-                "LoRA on the token embedding cannot be split over ranks yet", hint="leave it out, or tp: 1"
-            )
-        cut = backbone.cuts.get(name)
-        first, second = f"{name}.lora_A", f"{name}.lora_B"
+def _pissa(spec: Lora, whole: Adapter, backbone: ShardedBackbone, device: torch.device) -> ShardedAdapter:
+    """The first rank decomposes each weight, put together for that moment, and tells the others."""
+    ops, axis = linears(backbone), backbone.axis
+    precise = whole.parameters.values.dtype
+    adapter = PissaAdapter(
+        [ops[name] for name in whole.modules],
+        r=spec.r,
+        scale=spec.scaling,
+        dropout=spec.lora_dropout,
+        dtype=precise,
+        device=device,
+        start=blank,
+    )
+    sharded = _placed(adapter, rule_of(spec)(adapter, backbone), whole, backbone)
+    found: dict[str, Tensor] = {}
+    for name, op in linears(backbone.whole).items():
+        if name not in adapter.modules:
+            continue
+        weight_OI = _gathered(ops[name].weight_OI.to(precise), backbone, name)
+        a_RI, b_OR = blank(op, spec.r, spec.scaling, precise)
+        if axis.rank == 0:
+            a_RI, b_OR = decomposed(weight_OI, spec.r, spec.scaling)
+        a_RI, b_RO = axis.sum_(a_RI), axis.sum_(b_OR.T)
+        found |= {f"{name}.{leaf}": a_RI for leaf in ("lora_A", "start_A")}
+        found |= {f"{name}.{leaf}": b_RO.T for leaf in ("lora_B", "start_B")}
+    sharded.load_whole(found)
+    return sharded
+
+
+def _gathered(weight_OI: Tensor, backbone: ShardedBackbone, name: str) -> Tensor:
+    """A linear's whole weight."""
+    cut = backbone.cuts.get(name)
+    if cut is None:
+        return weight_OI
+    dim = 0 if cut.side == "out" else 1
+    shape = list(weight_OI.shape)
+    shape[dim] = cut.full
+    full_OI = weight_OI.new_zeros(shape)
+    put_part(full_OI, weight_OI, Slice(dim, cut.ranges))
+    return backbone.axis.sum_(full_OI)
+
+
+def _shira(whole: Adapter, backbone: ShardedBackbone, device: torch.device) -> ShardedAdapter:
+    """The places that the whole draws, as far as they lie in the rank's part. Ranges keep their order."""
+    ops, placements, places = linears(backbone), dict[str, Placement](), dict[str, Tensor]()
+    for name in whole.modules:
+        places_2P, cut = whole.fixed[f"{name}.{PLACES}"], backbone.cuts.get(name)
         if cut is None:
-            found[first] = found[second] = "whole"
-        elif cut.side == "out":
-            found[first], found[second] = "partial", Slice(0, cut.ranges)
-        else:
-            found[first], found[second] = Slice(1, cut.ranges), "partial"
-            assert isinstance(module, LoraModule)
-            module.first_channel = cut.ranges[0].start
-    return found
-
-
-def _ia3(adapter: Adapter, backbone: ShardedBackbone) -> Placements:
-    assert isinstance(adapter, IA3Adapter)
-    found: Placements = {}
-    for name in adapter.modules:
-        cut = backbone.cuts.get(name)
-        of_inputs = name in adapter.inputs
-        if cut is None:
-            found[f"{name}.ia3_l"] = "whole"
-        elif of_inputs:
-            found[f"{name}.ia3_l"] = Slice(0, cut.ranges) if cut.side == "in" else "partial"
-        else:
-            found[f"{name}.ia3_l"] = _on_outputs(cut)
-    _behind_sums(adapter, backbone, leave=adapter.inputs)
-    return found
-
-
-def _bitfit(adapter: Adapter, backbone: ShardedBackbone) -> Placements:
-    found: Placements = {f"{name}.bias": _on_outputs(backbone.cuts.get(name)) for name in adapter.modules}
-    _behind_sums(adapter, backbone)
-    return found
-
-
-def _bottleneck(adapter: Adapter, backbone: ShardedBackbone) -> Placements:
-    _behind_sums(adapter, backbone)
-    return _all_whole(adapter, backbone)
-
-
-def _prefix(adapter: Adapter, backbone: ShardedBackbone) -> Placements:
-    groups, width = backbone.part.groups, backbone.sizes.head_width
-    own = Slice(1, (range(groups.start * width, groups.stop * width),))
-    return dict.fromkeys(adapter.parameters.views, own)
-
-
-def _all_whole(adapter: Adapter, backbone: ShardedBackbone) -> Placements:
-    return dict.fromkeys(adapter.parameters.views, "whole")
-
-
-_RULES: Mapping[type, _Rule] = {
-    Lora: _lora,
-    IA3: _ia3,
-    BitFit: _bitfit,
-    Bottleneck: _bottleneck,
-    LnTuning: _all_whole,
-    PrefixTuning: _prefix,
-    PromptTuning: _all_whole,
-}
-
-
-def _on_outputs(cut: Cut | None) -> Placement:
-    """Of a vector over an operator's outputs."""
-    return Slice(0, cut.ranges) if cut is not None and cut.side == "out" else "whole"
-
-
-def _behind_sums(adapter: Adapter, backbone: ShardedBackbone, leave: frozenset[str] = frozenset()) -> None:
-    """Let the modules at row-parallel linears hook the sum, but for those in `leave`."""
-    modules: dict[str, AdapterModule] = {}
-    for name, module in adapter.modules.items():
-        cut = backbone.cuts.get(name)
-        moved = cut is not None and cut.side == "in" and name not in leave
-        modules[summed_name(name) if moved else name] = module
-    adapter.modules = modules
-
-
-def _own(value: Tensor, placement: Placement) -> Tensor:
-    return placement.of(value) if isinstance(placement, Slice) else value
+            placements[f"{name}.{WEIGHT}"], places[name] = "whole", places_2P.to(device)
+            continue
+        row = 0 if cut.side == "out" else 1
+        index_p, local_p = places_in(cut.ranges, cut.full, places_2P[row])
+        own_2p = places_2P[:, index_p]
+        own_2p[row] = local_p
+        placements[f"{name}.{WEIGHT}"], places[name] = Picked(index_p), own_2p.to(device)
+    adapter = shira_adapter([ops[name] for name in whole.modules], places, whole.parameters.values.dtype, device)
+    shapes = {name: shape for name, (shape, _) in whole.layout.items()}
+    return ShardedAdapter(adapter, placements, {}, shapes, backbone.axis, dict(whole.fixed))
 
 
 def _gradient(view: Tensor) -> Tensor:

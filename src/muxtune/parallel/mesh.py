@@ -1,5 +1,8 @@
 """The ranks that hold one stage together, and what they say to each other: sums and maxima of tensors.
 
+A sum may be waited for at once (`sum_`) or later (`start_sum`). Ranks pair exchanges by the order in which they are
+started, so that order has to be the same on all of them, whichever is waited for first.
+
 Everything that leaves a rank goes through `TensorAxis`, so that a rank which dies or hangs ends the others in one way:
 gloo's sockets notice a dead neighbour at once and a silent one after the group's timeout, and either becomes a
 `RankError`. A sum has the same bits on every rank: gloo adds each element up in one place and sends it round.
@@ -9,7 +12,8 @@ The boundary: `torch.distributed` as it is. Who starts the ranks is the business
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -28,6 +32,16 @@ class TensorAxis:
     size: int
     group: ProcessGroup | None = None
 
+    def start_sum(self, value: Tensor) -> Sum:
+        """Begin the sum over the ranks, in place: nobody may touch `value`, which is contiguous, until it is done."""
+        if self.size == 1:
+            return Sum(value, self)
+        try:
+            work = dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise _lost(self.rank, self.size, error) from error
+        return Sum(value, self, work)
+
     def sum_(self, value: Tensor) -> Tensor:
         """The sum over the ranks, in place; `value` is contiguous and of one shape on all of them."""
         return self._reduced(value, dist.ReduceOp.SUM)
@@ -43,6 +57,39 @@ class TensorAxis:
             except RuntimeError as error:
                 raise _lost(self.rank, self.size, error) from error
         return value
+
+
+@dataclass(slots=True)
+class Sum:
+    """A sum in flight (`muxtune.parallel.steps.Waiting`); `value` is it when it is done."""
+
+    value: Tensor
+    axis: TensorAxis
+    work: dist.Work | None = None
+    _ends: list[float] = field(default_factory=list)
+
+    def done(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> None:
+        """Raises RankError where another rank is lost."""
+        if self.work is not None:
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise _lost(self.axis.rank, self.axis.size, error) from error
+            self.work = None
+
+    def time_with(self, clock: Callable[[], float]) -> None:
+        """Note when it is done: `end_s` is then known soon after."""
+        if self.work is None:
+            self._ends.append(clock())
+        else:
+            self.work.get_future().add_done_callback(lambda _: self._ends.append(clock()))
+
+    @property
+    def end_s(self) -> float | None:
+        return self._ends[0] if self._ends else None
 
 
 ALONE = TensorAxis(0, 1)

@@ -25,13 +25,21 @@ from muxtune.errors import ModelError
 from muxtune.models.backbone import Backbone
 from muxtune.models.layout import Layout
 from muxtune.models.loading import reading
-from muxtune.models.recipes import Recipe
 from muxtune.models.safetensors_file import TensorEntry
 from muxtune.models.skeleton import skeleton_of
 from muxtune.models.weights import check_complete, check_finite, training_config
 from muxtune.parallel.shard import Cut, LayerSizes, Part, cut_of
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")  # of which every part is known to come out exact
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "gemma2",
+    "gemma3_text",
+    "opt",
+)  # of which every part is known to come out exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ def load_part(
         "unexpected_keys": unexpected,
     }
     check_complete(model, info, layout, cut=layers)
-    _tell_widths(model, whole.recipe)
+    _tell_widths(model, whole)
     _make_buffers(model, device)
     check_finite(model, layout)
     return model.eval()
@@ -170,8 +178,9 @@ def _read(entry: TensorEntry, part: Slice | None) -> Tensor:
     return torch.cat(pieces, dim=part.dim)
 
 
-def _tell_widths(model: PreTrainedModel, recipe: Recipe) -> None:
+def _tell_widths(model: PreTrainedModel, whole: Backbone) -> None:
     """Let modules know how wide their weights are now, where they keep a note of it."""
+    recipe, (heads, _, head_width) = whole.recipe, whole.attention_shape
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
@@ -180,14 +189,18 @@ def _tell_widths(model: PreTrainedModel, recipe: Recipe) -> None:
             if recipe.q == recipe.k == recipe.v and name.endswith(recipe.q[0]):
                 attention = model.get_submodule(name.rpartition(".")[0])
                 attention.split_size = module.nf // 3
+        if recipe.q and name.endswith(recipe.q[0]) and isinstance(module, nn.Linear):
+            attention = model.get_submodule(name.rpartition(".")[0])
+            if getattr(attention, "num_heads", None) == heads:  # OPT's, which parts rows by it
+                attention.num_heads = module.out_features // head_width
 
 
 def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """What modules compute from the config when they are made, such as rotary frequencies: made anew, with memory."""
     for name, module in list(model.named_modules()):
         own = dict(module.named_buffers(recurse=False))
-        if not any(buffer.is_meta for buffer in own.values()):
-            continue
+        if not any(buffer.is_meta for buffer in own.values()) or isinstance(module, nn.Embedding):
+            continue  # an embedding's scale comes with `muxtune.parallel.vocabulary`
         with torch.device(device):
             fresh = type(module)(model.config)
         made = dict(fresh.named_buffers(recurse=False))

@@ -10,6 +10,8 @@ An attach point of a row-parallel linear has two sides. A module that is linear 
 partial product, so that g carries its share for nothing. One that needs the whole output (a bias, a scale, a network
 after it) hooks `summed_name`, behind g.
 
+A `CutPass` runs a sublayer between f and g alone, without either: `muxtune.parallel.subgraphs` exchanges instead.
+
 The boundary: transformers' own modules, with their linears narrowed by `muxtune.parallel.slices`, as the general block
 runs them. What hooks them is the business of `muxtune.parallel.adapters`.
 
@@ -19,6 +21,7 @@ Cost: 2 exchanges of [T, D] a layer and direction, one of [T, E] for the embeddi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from muxtune.models import attention
-from muxtune.models.attach import LinearOp, PassSlot
+from muxtune.models.attach import LinearOp, Pass, PassSlot
 from muxtune.models.backbone import Backbone
 from muxtune.models.layout import check_folder
 from muxtune.parallel.mesh import TensorAxis, entered, summed
@@ -59,6 +62,11 @@ def summed_name(name: str) -> str:
     return f"{name}:sum"
 
 
+@dataclass(slots=True)
+class CutPass(Pass):
+    """A pass whose sublayers run one by one: what a row-parallel linear answers is the rank's own summand."""
+
+
 class ShardedBackbone(Backbone):
     """A `Backbone` over a part of a model; its operators are as wide as the part.
 
@@ -66,6 +74,7 @@ class ShardedBackbone(Backbone):
         whole: the whole model without memory: shapes and names of every attach point, as specs and files mean them.
         cuts: what of each operator is held here, where it is not all.
         part: what of every layer, and of the vocabulary.
+        row_parallel: the linears that g follows, by name.
     """
 
     def __init__(
@@ -80,10 +89,13 @@ class ShardedBackbone(Backbone):
         self.whole, self.axis, self.sizes, self.part, self.cuts = whole, axis, sizes, part, cuts
         _split_embedding(model, part.entries, axis)
         super().__init__(model, "transformers")
+        # what hooks the embedding hooks whole rows, behind the sum, by the ids of all entries
+        self.embedding.entries = self.embedding.in_features = sizes.vocabulary
         head = self.head
         self.head: VocabularyHead = VocabularyHead(
             head.weight_VD, head.bias_V, head.softcap, head.name, part.entries, sizes.vocabulary, axis
         )
+        self.row_parallel: dict[str, RowParallel] = {}
         self._exchange()
 
     def _exchange(self) -> None:
@@ -95,11 +107,11 @@ class ShardedBackbone(Backbone):
                 continue
             module = self.model.get_submodule(name)
             if cut.side == "in":
-                module.__dict__["forward"] = _RowParallel(op, self.axis, self.slot)
+                module.__dict__["forward"] = self.row_parallel[name] = RowParallel(op, self.axis, self.slot)
             else:
                 entry = entries.setdefault((op.layer, "mlp_in" in op.roles), _Entry(self.axis))
                 entry.readers += 1
-                module.__dict__["forward"] = _ColumnParallel(op, entry)
+                module.__dict__["forward"] = _ColumnParallel(op, entry, self.slot)
 
     @property
     def vocabulary(self) -> int:
@@ -115,7 +127,8 @@ class ShardedBackbone(Backbone):
 
 def _split_embedding(model: PreTrainedModel, entries: range, axis: TensorAxis) -> None:
     old = model.get_input_embeddings()
-    model.set_input_embeddings(VocabularyEmbedding(old.weight, entries, axis, old.padding_idx))
+    scale = getattr(old, "scalar_embed_scale", None)
+    model.set_input_embeddings(VocabularyEmbedding(old.weight, entries, axis, old.padding_idx, scale))
 
 
 class _Entry:
@@ -143,15 +156,16 @@ class _Entry:
 class _ColumnParallel:
     """Stands in for the forward of a linear whose outputs are split."""
 
-    def __init__(self, op: LinearOp, entry: _Entry) -> None:
+    def __init__(self, op: LinearOp, entry: _Entry, slot: PassSlot) -> None:
         self._op = op
         self._entry = entry
+        self._slot = slot
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._op(self._entry(x))
+        return self._op(x if isinstance(self._slot.current, CutPass) else self._entry(x))
 
 
-class _RowParallel:
+class RowParallel:
     """Stands in for the forward of a linear whose inputs are split. The bias is of the sum, not of its parts."""
 
     def __init__(self, op: LinearOp, axis: TensorAxis, slot: PassSlot) -> None:
@@ -162,10 +176,19 @@ class _RowParallel:
         self._sum = SummedOutput(op)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = summed(self._op(x), self._axis)
+        y, current = self._op(x), self._slot.current
+        if isinstance(current, CutPass):
+            return y
+        return self.behind(summed(y, self._axis), current)
+
+    def follows(self, current: Pass) -> bool:
+        """Whether anything is to be done with the sum."""
+        return self._bias is not None or self._sum.name in current.hooks
+
+    def behind(self, y: Tensor, current: Pass | None) -> Tensor:
+        """[..., O], what the linear gives, from the sum: the bias, and what hooks the whole output."""
         if self._bias is not None:
             y = y + self._bias
-        current = self._slot.current
         hook = current.hooks.get(self._sum.name) if current is not None else None
         if hook is None:
             return y

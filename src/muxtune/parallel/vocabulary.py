@@ -28,8 +28,17 @@ from muxtune.parallel.mesh import ALONE, TensorAxis, entered, summed
 class VocabularyEmbedding(nn.Module):
     """Looks up ids among `entries`; zero rows for the others, and the sum over the ranks."""
 
-    def __init__(self, weight_VE: nn.Parameter, entries: range, axis: TensorAxis, padding_idx: int | None) -> None:
+    def __init__(
+        self,
+        weight_VE: nn.Parameter,
+        entries: range,
+        axis: TensorAxis,
+        padding_idx: int | None,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
+        if scale is not None:  # Gemma's, of looked-up rows
+            self.embed_scale = torch.tensor(scale, dtype=weight_VE.dtype)  # as a loaded model has it
         self.weight = weight_VE
         self.padding_idx = padding_idx
         self._entries = entries
@@ -40,7 +49,8 @@ class VocabularyEmbedding(nn.Module):
         own = ids - self._entries.start
         absent = (own < 0) | (own >= len(self._entries))
         rows = F.embedding(own.masked_fill(absent, 0), self.weight).masked_fill(absent[..., None], 0)
-        return self._axis.sum_(rows)
+        rows = self._axis.sum_(rows)
+        return rows * self.embed_scale.to(rows.dtype) if hasattr(self, "embed_scale") else rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ Legend: t rows of one task, I input features, O output features, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -44,15 +44,32 @@ class DoraModule(LowRankModule):
         self._length_O, self._beyond_O = torch.empty_like(self.norm_O), torch.empty_like(self.norm_O)
         self.refresh()
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Make n anew, and l = m / n."""
+        self.measure(self.squares())
+
+    @torch.no_grad()
+    def squares(self) -> Tensor:
+        """n^2 [O]; of an operator that has a part of its inputs, that part of the sum. Ones where W has no memory."""
+        if self._weight_squares_O.is_meta:
+            return torch.ones_like(self.norm_O)
         a_RI, b_OR, _ = self.parameters
         b_RO = b_OR.T  # as it lies: with [O, R] and a small rank the products take half as long again
         doubled_RO = torch.mm(a_RI, self._weight_OI.T).mul_(2)
         doubled_RO.addmm_(torch.mm(a_RI, a_RI.T), b_RO, alpha=self._scale)
-        squares_O = torch.add(self._weight_squares_O, doubled_RO.mul_(b_RO).sum(0), alpha=self._scale)
+        return torch.add(self._weight_squares_O, doubled_RO.mul_(b_RO).sum(0), alpha=self._scale)
+
+    @torch.no_grad()
+    def measure(self, squares_O: Tensor) -> None:
+        """Take n^2, of all inputs."""
         self.norm_O.copy_(lengths(squares_O))
+        self.rescale()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Let m be n: the backbone's own lengths, while B is zero."""
+        *_, magnitude_O = self.parameters
+        magnitude_O.detach().copy_(self.norm_O)
         self.rescale()
 
     @torch.no_grad()
@@ -124,7 +141,10 @@ class DoraModule(LowRankModule):
 
 
 class DoraAdapter(LowRankAdapter):
-    """A DoRA at each of `ops`; the arguments are those of `LoraAdapter`."""
+    """A DoRA at each of `ops`; the arguments are those of `LoraAdapter`. `sum_squares` adds to the squares of norms
+    (by attach point, in place) what other ranks have of the same rows."""
+
+    sum_squares: Callable[[dict[str, Tensor]], None] | None = None
 
     def __init__(
         self,
@@ -144,8 +164,7 @@ class DoraAdapter(LowRankAdapter):
         for op in ops:
             magnitude_O = parameters.views[f"{op.name}.lora_magnitude_vector"]
             module = DoraModule(op, *pair_of(op, parameters), magnitude_O, scale, dropout)
-            magnitude_O.detach().copy_(module.norm_O)  # B is zero: these are the norms of W
-            module.rescale()
+            module.start()
             self._own[op.name] = module
         super().__init__(self._own, parameters, stochastic=dropout > 0)
 
@@ -156,8 +175,17 @@ class DoraAdapter(LowRankAdapter):
 
     def refresh(self) -> None:
         """The norms of the adapted rows, from the parameters as they are now."""
+        squares = {name: module.squares() for name, module in self._own.items()}
+        if self.sum_squares is not None:
+            self.sum_squares(squares)
+        for name, module in self._own.items():
+            module.measure(squares[name])
+
+    def start(self) -> None:
+        """Let the trained lengths be those of the adapted rows as they are."""
+        self.refresh()
         for module in self._own.values():
-            module.refresh()
+            module.start()
 
 
 def merged(weight_OI: Tensor, lora_a_RI: Tensor, lora_b_OR: Tensor, magnitude_O: Tensor, scale: float) -> Tensor:

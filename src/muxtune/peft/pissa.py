@@ -18,7 +18,7 @@ Legend: t rows of one task, I input features, O output features, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -73,8 +73,12 @@ class PissaModule(LoraModule):
         return torch.bmm(torch.bmm(x_tI.to(self._dtype)[None], self._start_a_IR), self._start_b_RO)[0]
 
 
+Start = Callable[[LinearBase, int, float, torch.dtype], tuple[Tensor, Tensor]]
+
+
 class PissaAdapter(LowRankAdapter):
-    """A PiSSA at each of `ops`; the arguments are those of `LoraAdapter`, but that nothing is drawn.
+    """A PiSSA at each of `ops`; the arguments are those of `LoraAdapter`, but that nothing is drawn: the pairs begin as
+    `start` says.
 
     Raises AdapterError where a weight has fewer than r components.
     """
@@ -88,17 +92,18 @@ class PissaAdapter(LowRankAdapter):
         dropout: float,
         dtype: torch.dtype,
         device: torch.device,
+        start: Start | None = None,
     ) -> None:
         ops = list(ops)
         parameters = low_rank_parameters(ops, r, dtype, device)
         fixed: dict[str, Tensor] = {}
         modules: dict[str, PissaModule] = {}
         for op in ops:
-            pair, start = pair_of(op, parameters), _principal(op, r, scale, dtype)
-            for leaf, value in zip(pair, start, strict=True):
+            pair, began = pair_of(op, parameters), (start or principal)(op, r, scale, dtype)
+            for leaf, value in zip(pair, began, strict=True):
                 leaf.detach().copy_(value)
-            fixed[f"{op.name}.start_A"], fixed[f"{op.name}.start_B"] = start
-            modules[op.name] = PissaModule(op.name, *pair, *start, scale, dropout)
+            fixed[f"{op.name}.start_A"], fixed[f"{op.name}.start_B"] = began
+            modules[op.name] = PissaModule(op.name, *pair, *began, scale, dropout)
         super().__init__(modules, parameters, fixed=fixed, stochastic=dropout > 0)
 
     def plain_pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -112,14 +117,30 @@ class PissaAdapter(LowRankAdapter):
         }
 
 
-def _principal(op: LinearBase, r: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A0 [R, I] and B0 [O, R], the latter with its columns one after another."""
+def principal(op: LinearBase, r: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A0 [R, I] and B0 [O, R], the latter with its columns one after another. Zeros where W has no memory.
+
+    Raises AdapterError where the weight has fewer than r components.
+    """
     most = min(op.in_features, op.out_features)
     if r > most:
         raise AdapterError(
             f"PiSSA wants {r} principal components, the weight has {most}", where=op.name, hint=f"peft.r: {most}"
         )
-    u_OM, s_M, v_MI = torch.linalg.svd(op.weight_OI.to(dtype), full_matrices=False)
+    if op.weight_OI.is_meta:
+        return blank(op, r, scale, dtype)
+    return decomposed(op.weight_OI.to(dtype), r, scale)
+
+
+def decomposed(weight_OI: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
+    """A0 and B0 of a weight."""
+    u_OM, s_M, v_MI = torch.linalg.svd(weight_OI, full_matrices=False)
     root_R1 = (s_M[:r, None] / scale).sqrt()
     # laid out as the trained pair is, so that the products of both are the same kernels
     return (root_R1 * v_MI[:r]).contiguous(), (root_R1 * u_OM.T[:r]).contiguous().T
+
+
+def blank(op: LinearBase, r: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A pair of zeros, to be filled in."""
+    a_RI, b_RO = torch.zeros(r, op.in_features, dtype=dtype), torch.zeros(r, op.out_features, dtype=dtype)
+    return a_RI, b_RO.T

@@ -21,7 +21,7 @@ Legend: t rows of one task, I input features, O output features, P trained place
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from muxtune.peft.targets import linears, select
 from muxtune.spec.peft import Shira
 
 _PEFT_TYPE = "SHIRA"
-_WEIGHT, _PLACES = "shira_weight", "shira_indices"
+WEIGHT, PLACES = "shira_weight", "shira_indices"
 _NEUTRAL: Neutral = {"init_weights": ((None, True, False), "it says how the weights start")}
 _HARMLESS = ("r", "mask_type", "random_seed", "fan_in_fan_out")
 
@@ -94,32 +94,37 @@ class ShiraModule(PlainModule):
         )
 
 
+def shira_adapter(
+    ops: Iterable[LinearBase], places: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    """Zeros at `places` [2, P] of each op, in row-major order."""
+    ops = list(ops)
+    fixed = {f"{op.name}.{PLACES}": places[op.name] for op in ops}
+    parameters = FlatParameters({f"{op.name}.{WEIGHT}": (places[op.name].shape[1],) for op in ops}, dtype, device)
+    modules = {
+        op.name: ShiraModule(
+            parameters.views[f"{op.name}.{WEIGHT}"], places[op.name], (op.out_features, op.in_features)
+        )
+        for op in ops
+    }
+    return Adapter(modules, parameters, fixed=fixed)
+
+
 class ShiraType:
     """See `muxtune.peft.registry.PeftType`."""
 
     def build(self, spec: Shira, view: BackboneView, *, seed: int, dtype: torch.dtype, device: torch.device) -> Adapter:
         """Zeros at random places of the targeted linears."""
         ops = list(select(spec.target_modules, linears(view)).values())
-        fixed = {f"{op.name}.{_PLACES}": _draw(spec, op, seed).to(device) for op in ops}
-        shapes = {f"{op.name}.{_WEIGHT}": (fixed[f"{op.name}.{_PLACES}"].shape[1],) for op in ops}
-        parameters = FlatParameters(shapes, dtype, device)
-        modules = {
-            op.name: ShiraModule(
-                parameters.views[f"{op.name}.{_WEIGHT}"],
-                fixed[f"{op.name}.{_PLACES}"],
-                (op.out_features, op.in_features),
-            )
-            for op in ops
-        }
-        return Adapter(modules, parameters, fixed=fixed)
+        return shira_adapter(ops, {op.name: _draw(spec, op, seed).to(device) for op in ops}, dtype, device)
 
     def payload(self, spec: Shira, adapter: Adapter, view: BackboneView) -> PeftPayload:
         """peft's SHIRA."""
         tensors: dict[str, Tensor] = {}
         for name in sorted(adapter.modules):
-            weight_P = adapter.parameters.views[f"{name}.{_WEIGHT}"]
-            tensors[_key(name, _WEIGHT)] = exported(weight_P, where=name, what=_WEIGHT)
-            tensors[_key(name, _PLACES)] = adapter.fixed[f"{name}.{_PLACES}"].to("cpu", torch.int32)
+            weight_P = adapter.parameters.views[f"{name}.{WEIGHT}"]
+            tensors[_key(name, WEIGHT)] = exported(weight_P, where=name, what=WEIGHT)
+            tensors[_key(name, PLACES)] = adapter.fixed[f"{name}.{PLACES}"].to("cpu", torch.int32)
         config: dict[str, JsonValue] = {
             "peft_type": _PEFT_TYPE,
             "task_type": "CAUSAL_LM",
@@ -148,21 +153,21 @@ class ShiraType:
             )
         spec = Shira(r=_rank(config.get("r", 32), where), target_modules=tuple(sorted(names)))
         layout = _layout(spec, [own[name] for name in names], where)
-        integers = {_key(name, _PLACES) for name in names}
+        integers = {_key(name, PLACES) for name in names}
         found = read_tensors(folder, config, layout, why_extra=_why_extra, base_sha256=base_sha256, integers=integers)
         values: dict[str, Tensor] = {}
         for name in names:
-            op, places_2P = own[name], found.tensors[_key(name, _PLACES)]
+            op, places_2P = own[name], found.tensors[_key(name, PLACES)]
             order_P = _order(places_2P, (op.out_features, op.in_features), f"{folder / WEIGHTS_FILE}: {name}")
-            values[f"{name}.{_PLACES}"] = places_2P[:, order_P]
-            values[f"{name}.{_WEIGHT}"] = found.tensors[_key(name, _WEIGHT)][order_P]
+            values[f"{name}.{PLACES}"] = places_2P[:, order_P]
+            values[f"{name}.{WEIGHT}"] = found.tensors[_key(name, WEIGHT)][order_P]
         return StoredAdapter(spec, values, found.base_name, found.manifest)
 
     def changes(self, stored: StoredAdapter, view: BackboneView) -> Changes:
         """W + S."""
-        names = [key.removesuffix(f".{_WEIGHT}") for key in stored.values if key.endswith(f".{_WEIGHT}")]
+        names = [key.removesuffix(f".{WEIGHT}") for key in stored.values if key.endswith(f".{WEIGHT}")]
         return {
-            f"{name}.weight": partial(_plus, stored.values[f"{name}.{_WEIGHT}"], stored.values[f"{name}.{_PLACES}"])
+            f"{name}.weight": partial(_plus, stored.values[f"{name}.{WEIGHT}"], stored.values[f"{name}.{PLACES}"])
             for name in names
         }
 
@@ -175,7 +180,7 @@ def _plus(weight_P: Tensor, places_2P: Tensor, old_OI: Tensor) -> Tensor:
 def _draw(spec: Shira, op: LinearBase, seed: int) -> Tensor:
     """Row and column of each trained place, [2, P] in row-major order."""
     count = spec.places_of(op.name, op.in_features, op.out_features)
-    flat_P = distinct(seed, f"{op.name}/{_PLACES}", count, op.out_features * op.in_features)
+    flat_P = distinct(seed, f"{op.name}/{PLACES}", count, op.out_features * op.in_features)
     return torch.stack([flat_P // op.in_features, flat_P % op.in_features])
 
 
@@ -201,8 +206,8 @@ def _layout(spec: Shira, ops: Iterable[LinearBase], where: str) -> dict[str, tup
             count = spec.places_of(op.name, op.in_features, op.out_features)
         except ConfigError as error:
             raise AdapterError(error.message, where=where, hint=error.hint) from error
-        layout[_key(op.name, _WEIGHT)] = (count,)
-        layout[_key(op.name, _PLACES)] = (2, count)
+        layout[_key(op.name, WEIGHT)] = (count,)
+        layout[_key(op.name, PLACES)] = (2, count)
     return layout
 
 

@@ -138,13 +138,20 @@ def test_an_adapter_that_starts_from_a_folder(
 def test_what_cannot_be_split_fails_its_own_job(
     pair: RankGroup, folder: Folder, data: Path, cache: Path, tmp_path: Path, alone: Path
 ) -> None:
-    jobs = [job(data, "sql"), job(data, "dora", like="text", peft={"r": 4, "use_dora": True})]
+    """The places of a SHiRA that were drawn from another seed lie in other ranks' parts."""
+    sparse = {"type": "shira", "r": 2}
+    begun = [job(data, "places", like="text", peft=sparse, max_steps=1)]
+    train(run_of(folder("llama-uneven"), tmp_path / "begun", begun, dtype="fp64", threads=1), cache_dir=cache)
+    jobs = [
+        job(data, "sql"),
+        job(data, "more", like="text", adapter_path=str(tmp_path / "begun/places"), peft=sparse, seed=7),
+    ]
     run = run_of(folder("llama-uneven"), tmp_path / "run", jobs, dtype="fp64", threads=1)
     refused, _ = _drive(pair, run, cache)
-    assert "AdapterError" in refused.error and "dora adapters cannot be split" in refused.error
+    assert "AdapterError" in refused.error and "its trained places are others" in refused.error
     first, second = _drive(pair, run, cache, keep_going=True)
     assert first.error == second.error == ""
-    assert ("dora", "failed") in {(task, kind) for task, kind, _ in first.events}
+    assert ("more", "failed") in {(task, kind) for task, kind, _ in first.events}
     assert status(tmp_path / "run/sql") == "completed"
 
 

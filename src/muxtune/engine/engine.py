@@ -15,7 +15,7 @@ import numpy as np
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource
-from muxtune.engine.executor import Executor, Source
+from muxtune.engine.executor import Executor, Source, TimesOf, by_rows
 from muxtune.engine.limits import require_all_known
 from muxtune.engine.outcomes import merged
 from muxtune.engine.planning import Planning
@@ -70,6 +70,7 @@ class Engine:
         grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
         together: hTasks that take turns in a round; on a backbone that is split over ranks their passes then overlap.
         overlap: whether they do; without it they run one after another, the same to the bit.
+        times: what their passes take, from which the order follows in which they take turns: the same on all ranks.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Engine:
         grouping: Rule = measured,
         together: int = 1,
         overlap: bool = True,
+        times: TimesOf = by_rows,
     ) -> None:
         self.backbone = backbone
         self.tasks: dict[str, Task] = {}
@@ -110,6 +112,7 @@ class Engine:
             plain=plain,
             grouping=grouping,
             overlap=overlap,
+            times=times,
         )
         self._together = together
         self._spared: set[str] = set()

@@ -81,6 +81,14 @@ class ShardedAdapter:
         own = {name: own_part(state[name], placement) for name, placement in placed.items()}
         self.adapter.load(own | {name: self.adapter.fixed[name] for name in self.constants})
 
+    def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of one tensor a parameter, as wide as the rank's, those of the whole adapter; all ranks ask together."""
+        return {name: self._whole(name, value) for name, value in values.items()}
+
+    def own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rank's part of one tensor for each parameter of the whole adapter."""
+        return {name: own_part(values[name], placement) for name, placement in self.placements.items()}
+
     def _whole(self, name: str, value: Tensor) -> Tensor:
         placement = self.placements[name] if name in self.placements else self.fixed[name]
         if isinstance(placement, str):

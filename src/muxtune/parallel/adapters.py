@@ -116,12 +116,15 @@ class GradientSum:
             return float(whole.sqrt())
         partial = [_gradient(view) for view in self._partial]
         squares = _squares([_gradient(view) for view in self._sharded])
-        told = self._axis.sum_(torch.cat([*(one.reshape(-1).double() for one in partial), squares.reshape(1)]))
+        # in the gradients' own precision: they are most of what goes over the link between a slot and the next
+        flat = [one.reshape(-1) for one in partial]
+        dtype = flat[0].dtype if flat else torch.float64
+        told = self._axis.sum_(torch.cat([*flat, squares.reshape(1).to(dtype)]))
         start = 0
         for one in partial:
             one.copy_(told[start : start + one.numel()].view(one.shape))
             start += one.numel()
-        return float((told[-1] + told[:start].square().sum() + whole).sqrt())
+        return float((told[-1].double() + told[:start].double().square().sum() + whole).sqrt())
 
 
 def sharded_adapter(

@@ -16,7 +16,7 @@ from muxtune.parallel.rules import RULES
 from muxtune.parallel.slices import Slice
 from muxtune.parallel.tensor import ShardedBackbone, load_sharded
 from muxtune.peft.registry import build_adapter, payload
-from muxtune.spec.peft import IA3, PEFT_SPECS, Lora, PeftBase, Shira
+from muxtune.spec.peft import IA3, PEFT_SPECS, LnTuning, Lora, PeftBase, Shira
 from tests.engine.build import CPU
 from tests.parallel.ranks import RankGroup
 from tests.tiny import tiny_model
@@ -76,6 +76,27 @@ def _exported(axis: TensorAxis, path: Path, spec: PeftBase) -> tuple[object, dic
     whole.load(sharded.whole_state())
     made = payload(spec, whole, backbone.whole)
     return made.config, dict(made.tensors)
+
+
+def test_tensors_beside_the_parameters_are_parted_as_they_are(pair: RankGroup, folder: Callable[[str], Path]) -> None:
+    """An optimizer's moments, say: to the ranks and back."""
+    for spec in (Lora(r=4, use_dora=True), Lora(r=4, init_lora_weights="pissa"), Shira(r=3), IA3(), LnTuning()):
+        for there, back in pair.ask(_there_and_back, folder("llama-uneven"), spec):
+            assert there.keys() == back.keys()
+            assert all(torch.equal(value, back[name]) for name, value in there.items())
+
+
+def _there_and_back(axis: TensorAxis, path: Path, spec: PeftBase) -> tuple[dict[str, torch.Tensor], object]:
+    backbone = load_sharded(path, axis, dtype=torch.float64, device=CPU)
+    sharded = sharded_adapter(spec, backbone, seed=5, dtype=torch.float64, device=CPU)
+    generator = torch.Generator().manual_seed(0)
+    whole = build_adapter(spec, backbone.whole, seed=5, dtype=torch.float64, device=CPU).parameters.views
+    drawn = {name: torch.randn(view.shape, generator=generator, dtype=torch.float64) for name, view in whole.items()}
+    own = sharded.own(drawn)
+    assert {name: value.shape for name, value in own.items()} == {
+        name: view.shape for name, view in sharded.adapter.parameters.views.items()
+    }
+    return drawn, sharded.whole(own)
 
 
 def test_places_of_another_seed_are_refused(pair: RankGroup, folder: Callable[[str], Path]) -> None:

@@ -20,9 +20,11 @@ from muxtune.parallel.mesh import Sum, TensorAxis
 from muxtune.parallel.orchestrate import Part, PassTimes, Record, order_of, run_slot, run_slot_plain
 from muxtune.parallel.steps import Steps, run_plain
 from muxtune.parallel.tensor import load_sharded
+from muxtune.plan.cost import PassCost
 from muxtune.plan.pipeline import StageAction
 from muxtune.plan.timeline import Event, Timeline
-from muxtune.spec.peft import Lora
+from muxtune.spec.cluster import ClusterSpec, Link
+from muxtune.spec.peft import BitFit, Lora, PrefixTuning, PromptTuning
 from tests.engine.build import CPU, exact
 from tests.engine.prompts import PeftTrial
 from tests.engine.test_raising import break_
@@ -155,6 +157,29 @@ def test_a_slot_whose_layers_recompute(pair: RankGroup, folder: Callable[[str], 
         for name, outcome in found.items():
             assert outcome.losses == twin[name].losses
             assert all(torch.equal(value, twin[name].state[key]) for key, value in outcome.state.items())
+
+
+def test_cut_sequences_whose_activations_are_kept(pair: RankGroup, folder: Callable[[str], Path]) -> None:
+    """Such passes are no subgraphs: they go on from a graph of all layers. Others between them are."""
+    trials = [
+        PeftTrial("cut", Lora(r=4), [50, 44], batch=2, chunk_tokens=16),
+        PeftTrial("prompt", PromptTuning(num_virtual_tokens=3), [40, 9], batch=2, seed=2, chunk_tokens=20),
+        PeftTrial("prefix", PrefixTuning(num_virtual_tokens=4), [30, 12], batch=2, seed=3, chunk_tokens=16),
+        PeftTrial("whole", BitFit(), [12, 9], batch=2, seed=4),
+    ]
+    expected = on_one(folder("llama"), trials, Options())
+    for keep_tokens, fuse_tokens in ((0, 1), (1000, 1), (1000, 40)):
+        options = Options(together=4, fuse_tokens=fuse_tokens, keep_tokens=keep_tokens)
+        for found in pair.ask(on_rank, folder("llama"), trials, options):
+            for name, outcome in found.items():
+                assert_equal(outcome, expected[name], TOLERANCE)
+
+
+def test_expected_times_are_those_of_the_simulator() -> None:
+    cost = PassCost(rows=64, entry_s=0.0, forward_s=2.0, backward_s=4.0, exit_s=1.0)
+    link = Link(bandwidth=1_000_000, latency_s=0.5)
+    times = PassTimes.expected(cost, ClusterSpec(devices=2, tp=2, speed=2.0, tp_link=link), row_bytes=1000)
+    assert times == PassTimes(1.0, 2.0, link.all_reduce_s(64_000, 2), 0.5)
 
 
 @dataclass(frozen=True, slots=True)

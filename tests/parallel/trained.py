@@ -32,6 +32,7 @@ class Options:
     together: int = 1
     overlap: bool = True
     fuse_tokens: int = 2048
+    keep_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def _outcomes(backbone: Backbone, trials: Sequence[PeftTrial | PairTrial], optio
             together=options.together,
             overlap=options.overlap,
             fuse_tokens=options.fuse_tokens,
+            keep_tokens=options.keep_tokens,
         )
         for trial in trials:
             engine.attach(trial.job, Sequences(trial.examples), chunk_tokens=trial.chunk_tokens)

@@ -15,7 +15,7 @@ import numpy as np
 
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource
-from muxtune.engine.executor import Executor, Source
+from muxtune.engine.executor import Executor, Source, TimesOf, by_rows
 from muxtune.engine.followers import Followers, Nobody
 from muxtune.engine.limits import require_all_known
 from muxtune.engine.outcomes import merged
@@ -72,6 +72,7 @@ class Engine:
         followers: told of each primitive before it runs, where other ranks hold parts of the backbone.
         together: hTasks that take turns in a round; on a backbone that is split over ranks their passes then overlap.
         overlap: whether they do; without it they run one after another, the same to the bit.
+        times: what their passes take, from which the order follows in which they take turns: the same on all ranks.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Engine:
         followers: Followers | None = None,
         together: int = 1,
         overlap: bool = True,
+        times: TimesOf = by_rows,
     ) -> None:
         self.backbone = backbone
         self._followers: Followers = followers or Nobody()
@@ -114,6 +116,7 @@ class Engine:
             plain=plain,
             grouping=grouping,
             overlap=overlap,
+            times=times,
         )
         self._together = together
         self._spared: set[str] = set()

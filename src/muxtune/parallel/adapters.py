@@ -86,7 +86,7 @@ class ShardedAdapter:
         return {name: self._whole(name, value) for name, value in values.items()}
 
     def own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rank's ranges of one tensor for each parameter of the whole adapter."""
+        """The rank's part of one tensor for each parameter of the whole adapter."""
         return {name: own_part(values[name], placement) for name, placement in self.placements.items()}
 
     def _whole(self, name: str, value: Tensor) -> Tensor:
@@ -116,12 +116,15 @@ class GradientSum:
             return float(whole.sqrt())
         partial = [_gradient(view) for view in self._partial]
         squares = _squares([_gradient(view) for view in self._sharded])
-        told = self._axis.sum_(torch.cat([*(one.reshape(-1).double() for one in partial), squares.reshape(1)]))
+        # in the gradients' own precision: they are most of what goes over the link between a slot and the next
+        flat = [one.reshape(-1) for one in partial]
+        dtype = flat[0].dtype if flat else torch.float64
+        told = self._axis.sum_(torch.cat([*flat, squares.reshape(1).to(dtype)]))
         start = 0
         for one in partial:
             one.copy_(told[start : start + one.numel()].view(one.shape))
             start += one.numel()
-        return float((told[-1] + told[:start].square().sum() + whole).sqrt())
+        return float((told[-1].double() + told[:start].double().square().sum() + whole).sqrt())
 
 
 def sharded_adapter(

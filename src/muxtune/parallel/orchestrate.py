@@ -24,9 +24,11 @@ from itertools import cycle
 
 from muxtune.parallel.mesh import Sum
 from muxtune.parallel.steps import Steps, Waiting
+from muxtune.plan.cost import PassCost
 from muxtune.plan.overlap import Chain, Subgraph, backward_chain, forward_chain, list_schedule
 from muxtune.plan.pipeline import StageAction
 from muxtune.plan.timeline import Event, Resource
+from muxtune.spec.cluster import ClusterSpec
 
 Clock = Callable[[], float]
 
@@ -49,6 +51,14 @@ class PassTimes:
     backward_s: float
     collective_s: float
     exit_s: float = 0.0
+
+    @classmethod
+    def expected(cls, cost: PassCost, cluster: ClusterSpec, row_bytes: int) -> PassTimes:
+        """What `muxtune.plan.simulate` expects of it. For an order, all ranks must have the same cost model."""
+        collective_s = cluster.all_reduce_s(cost.rows * row_bytes)
+        seconds = (cost.forward_s, cost.backward_s, cost.exit_s)
+        forward_s, backward_s, exit_s = (one / cluster.speed for one in seconds)
+        return cls(forward_s, backward_s, collective_s, exit_s)
 
     def forth(self, layers: int) -> Chain:
         """The way forward."""

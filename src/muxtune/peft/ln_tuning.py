@@ -54,14 +54,16 @@ class NormTuningType:
     def build(
         self, spec: LnTuning, view: BackboneView, *, seed: int, dtype: torch.dtype, device: torch.device
     ) -> Adapter:
-        """Copies of the targeted norms; nothing is random."""
+        """Copies of the targeted norms; nothing is random. Zeros where the norms have no memory."""
         ops = select(spec.target_modules, norms(view), what="norm")
         if not ops:
             raise AdapterError("the base model has no norm that can be tuned", hint="choose another PEFT type")
         starts = {f"{name}.{key}": start for name, op in ops.items() for key, start in op.parameters.items()}
         shapes = {name: tuple(start.shape) for name, start in starts.items()}
         parameters = FlatParameters(shapes, dtype, device)
-        parameters.load(starts)
+        parameters.load(
+            {name: start if not start.is_meta else torch.zeros(start.shape) for name, start in starts.items()}
+        )
         views = parameters.views
         modules = {
             name: NormModule(op, {key: views[f"{name}.{key}"] for key in op.parameters}) for name, op in ops.items()

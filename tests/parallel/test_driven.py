@@ -10,18 +10,29 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from muxtune.engine import agreement
+from muxtune.engine import agreement, engine
 from muxtune.engine.executor import Executor
+from muxtune.errors import AdapterError
 from muxtune.models.sources import ModelFolder
 from muxtune.parallel.mesh import TensorAxis
 from muxtune.plan.trace import schedule_from, schedule_line
 from muxtune.plan.types import LossSpec, MicroBatch, OptimStep, RoundSchedule, SequenceRef, WorkItem
+from muxtune.spec.peft import BitFit, PeftBase
 from muxtune.spec.run import RunSpec
 from tests.engine.runs import STEPS, job, metrics, newest_step, run_of, status, stop_after, train, write_data
 from tests.parallel.driven import Driven, drive
 from tests.parallel.ranks import RankGroup
 
 TOLERANCE = 1e-9
+TYPES: dict[str, dict[str, object]] = {
+    "rslora": {"r": 4, "use_rslora": True},
+    "ia3": {"type": "ia3"},
+    "bitfit": {"type": "bitfit"},
+    "bottleneck": {"type": "bottleneck"},
+    "norms": {"type": "ln_tuning"},
+    "prefix": {"type": "prefix_tuning", "num_virtual_tokens": 4},
+    "prompt": {"type": "prompt_tuning", "num_virtual_tokens": 3},
+}
 Folder = Callable[[str], Path]
 
 
@@ -135,23 +146,37 @@ def test_an_adapter_that_starts_from_a_folder(
     assert all(torch.allclose(one[key], two[key], rtol=0, atol=TOLERANCE) for key in one)
 
 
+@pytest.mark.full
+def test_every_type_goes_on_under_another_layout(
+    pair: RankGroup, folder: Folder, data: Path, cache: Path, tmp_path: Path
+) -> None:
+    """One device, then two ranks, then one device again: as one device all along."""
+    jobs = [job(data, name, like="text", peft=peft, learning_rate=1e-3) for name, peft in TYPES.items()]
+    keys = {"dtype": "fp64", "threads": 1, "block": "transformers", "policy": "fuse-all"}
+    one, two = (run_of(folder("llama-uneven"), tmp_path / name, jobs, **keys) for name in ("one", "two"))
+    train(one, cache_dir=cache)
+    train(two, cache_dir=cache, stop=stop_after(3))
+    assert not any(driven.error for driven in _drive(pair, two, cache, 3, resume=True))
+    train(two, cache_dir=cache, resume=True)
+    newest = f"checkpoints/step-{STEPS['text']:08d}"
+    for name in TYPES:
+        for file in (f"{newest}/adapter.safetensors", f"{newest}/optimizer.safetensors"):
+            ours, theirs = (load_file(tmp_path / run / name / file) for run in ("two", "one"))
+            assert ours.keys() == theirs.keys()
+            for key, value in ours.items():
+                assert torch.allclose(value, theirs[key], rtol=0, atol=TOLERANCE), (name, key)
+
+
 def test_what_cannot_be_split_fails_its_own_job(
     pair: RankGroup, folder: Folder, data: Path, cache: Path, tmp_path: Path, alone: Path
 ) -> None:
-    """The places of a SHiRA that were drawn from another seed lie in other ranks' parts."""
-    sparse = {"type": "shira", "r": 2}
-    begun = [job(data, "places", like="text", peft=sparse, max_steps=1)]
-    train(run_of(folder("llama-uneven"), tmp_path / "begun", begun, dtype="fp64", threads=1), cache_dir=cache)
-    jobs = [
-        job(data, "sql"),
-        job(data, "more", like="text", adapter_path=str(tmp_path / "begun/places"), peft=sparse, seed=7),
-    ]
+    jobs = [job(data, "sql"), job(data, "odd", like="text", peft={"type": "bitfit"})]
     run = run_of(folder("llama-uneven"), tmp_path / "run", jobs, dtype="fp64", threads=1)
-    refused, _ = _drive(pair, run, cache)
-    assert "AdapterError" in refused.error and "its trained places are others" in refused.error
-    first, second = _drive(pair, run, cache, keep_going=True)
+    refused, _ = pair.ask(drive, run, cache, {}, None, _no_rule_for_bitfit)
+    assert "AdapterError" in refused.error and "bitfit has no rule" in refused.error
+    first, second = pair.ask(drive, run, cache, {"keep_going": True}, None, _no_rule_for_bitfit)
     assert first.error == second.error == ""
-    assert ("more", "failed") in {(task, kind) for task, kind, _ in first.events}
+    assert ("odd", "failed") in {(task, kind) for task, kind, _ in first.events}
     assert status(tmp_path / "run/sql") == "completed"
 
 
@@ -188,6 +213,17 @@ def test_other_weights_on_a_rank_are_named(
 ) -> None:
     for driven in pair.ask(drive, _run(folder, data, tmp_path / "run"), cache, {}, None, _other_weights):
         assert driven.lost and "rank 1: failed alone" in driven.error and "has other weights here" in driven.error
+
+
+def _no_rule_for_bitfit(axis: TensorAxis, patch: pytest.MonkeyPatch) -> None:
+    build = engine.sharded_adapter
+
+    def refusing(spec: PeftBase, *arguments: object, **keys: object) -> object:
+        if isinstance(spec, BitFit):
+            raise AdapterError("bitfit has no rule")
+        return build(spec, *arguments, **keys)  # type: ignore[arg-type]
+
+    patch.setattr(engine, "sharded_adapter", refusing)
 
 
 def _break_text_everywhere(axis: TensorAxis, patch: pytest.MonkeyPatch) -> None:

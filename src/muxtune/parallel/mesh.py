@@ -41,7 +41,7 @@ class TensorAxis:
             try:
                 dist.all_reduce(value, op=how, group=self.group)
             except RuntimeError as error:
-                raise _lost(self.rank, self.size, error) from error
+                raise rank_lost(self.rank, self.size, error) from error
         return value
 
 
@@ -58,7 +58,7 @@ def join(rank: int, size: int, *, meeting: str, timeout_s: float) -> TensorAxis:
             "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
     except (RuntimeError, OSError) as error:
-        raise _lost(rank, size, error) from error
+        raise rank_lost(rank, size, error) from error
     return TensorAxis(rank, size, dist.group.WORLD)
 
 
@@ -68,7 +68,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _lost(rank: int, size: int, error: BaseException) -> RankError:
+def rank_lost(rank: int, size: int, error: BaseException) -> RankError:
+    """What an exchange that has failed comes to."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return RankError(
         f"another of the {size} ranks has died or does not answer ({said[:200]})",

@@ -1,8 +1,9 @@
-"""A round's turns by properties: the template's order, the same messages in the same order at both ends, no deadlock."""
+"""A round's turns by properties: the template's order, the same messages in one order at both ends, no deadlock."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,7 +95,7 @@ def test_both_ends_of_a_link_name_its_messages_in_the_same_order(
 ) -> None:
     """Forth: rows, and what steps came to; back: what passes came to, and what closes with them."""
     by_stage = [plain_turns(schedule) if plain else stage_turns(schedule, stages, stage) for stage in range(stages)]
-    for left, right in zip(by_stage, by_stage[1:], strict=False):
+    for left, right in pairwise(by_stage):
         assert _forth(left) == _forth(right)
         assert _back(left) == _back(right)
 

@@ -18,6 +18,7 @@ from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
 from muxtune.engine.limits import require_all_known
 from muxtune.engine.outcomes import merged
+from muxtune.engine.pipelined import PipelineExecutor, StageRecord
 from muxtune.engine.planning import Planning
 from muxtune.engine.preference import sequence_sums
 from muxtune.engine.references import Asked, References, Turn, asked_of, in_turn
@@ -26,6 +27,8 @@ from muxtune.errors import ConfigError, DataError, StateError
 from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
 from muxtune.parallel.adapters import GradientSum, ShardedAdapter, sharded_adapter
+from muxtune.parallel.stage import ShardedStage, StagedBackbone
+from muxtune.parallel.staged import StagedAdapter, staged_adapter
 from muxtune.parallel.tensor import ShardedBackbone
 from muxtune.peft.base import Adapter
 from muxtune.peft.grouped import Rule, measured
@@ -66,6 +69,8 @@ class Engine:
             many of the last pieces as fit; those before them run twice. The same bits either way.
         references: what is known of the bare backbone's log-probabilities, from earlier runs for instance.
         grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
+        overlap: on a backbone that is a stage of several, whether passes are under way at once; without it there is one
+            at a time, the same to the bit.
     """
 
     def __init__(
@@ -81,10 +86,12 @@ class Engine:
         keep_tokens: int = 0,
         references: References | None = None,
         grouping: Rule = measured,
+        overlap: bool = True,
     ) -> None:
         self.backbone = backbone
         self.tasks: dict[str, Task] = {}
-        self.sharded: dict[str, ShardedAdapter] = {}  # by task, where the backbone is split over ranks
+        self.sharded: dict[str, ShardedAdapter | StagedAdapter] = {}  # by task, where other ranks have parts of it
+        self._staged: dict[str, StagedAdapter] = {}  # those of a stage
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
         self.planning = planning
@@ -96,14 +103,7 @@ class Engine:
         self._chunk_tokens = chunk_tokens
         self._plain = plain
         self.references = references or References()
-        self._executor = Executor(
-            backbone,
-            self.tasks,
-            self.sources,
-            self.references,
-            plain=plain,
-            grouping=grouping,
-        )
+        self._executor = self._executor_of(backbone, plain, grouping, overlap)
         self._spared: set[str] = set()
         self._rounds = 0
         self._slabs = Slabs()
@@ -127,11 +127,21 @@ class Engine:
     def _fresh(self, job: JobSpec) -> tuple[Adapter, Callable[[], float] | None]:
         """The job's adapter, and what its gradient needs before a step where other ranks have parts of it."""
         backbone, seed = self.backbone, job.seed
+        if isinstance(backbone, StagedBackbone | ShardedStage):
+            staged = staged_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device)
+            self.sharded[job.name] = self._staged[job.name] = staged
+            return staged.adapter, staged.norm
         if not isinstance(backbone, ShardedBackbone):
             return build_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device), None
         sharded = sharded_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device)
         self.sharded[job.name] = sharded
         return sharded.adapter, GradientSum(sharded)
+
+    def _executor_of(self, backbone: Backbone, plain: bool, grouping: Rule, overlap: bool) -> Executor:
+        of = self.tasks, self.sources, self.references
+        if isinstance(backbone, StagedBackbone | ShardedStage):
+            return PipelineExecutor(backbone, *of, staged=self._staged, plain=plain, grouping=grouping, overlap=overlap)
+        return Executor(backbone, *of, plain=plain, grouping=grouping)
 
     def check(self, job: JobSpec, data: Sequences) -> None:
         """What `attach` finds out of the data. Raises DataError."""
@@ -145,6 +155,7 @@ class Engine:
         found.drop_pending()
         del self.tasks[found.name]
         self.sharded.pop(found.name, None)
+        self._staged.pop(found.name, None)
         self._spared.discard(found.name)
         for source in (found.train_source, found.validation_source):
             del self.sources[source]
@@ -181,6 +192,16 @@ class Engine:
         record = self._executor.execute(schedule)
         if self.planning is not None:
             self.planning.observe(record, self.tasks, self.sources)
+        return record
+
+    def recorded(self, schedule: RoundSchedule, clock: Callable[[], float]) -> StageRecord:
+        """Run a schedule on a stage of several; what it did when, by `clock`."""
+        assert isinstance(self._executor, PipelineExecutor), "there is one stage"
+        self._executor.record = record = StageRecord(clock, self._executor.stage.axis.stage)
+        try:
+            self.execute(schedule)
+        finally:
+            self._executor.record = None
         return record
 
     @contextmanager

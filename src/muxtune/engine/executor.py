@@ -15,7 +15,7 @@ one it times actions with.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -93,8 +93,8 @@ class Executor:
         began = time.perf_counter()
         records: list[ActionRecord] = []
         try:
-            for index, action in enumerate(schedule.actions):
-                records.append(self._run(index, action, began))
+            for done in self._ran(schedule, began):
+                records.append(done)
         except BaseException as error:
             self._drop_steps(schedule, len(records))
             if not isinstance(error, Exception) or isinstance(error, RankError):
@@ -105,6 +105,11 @@ class Executor:
             self._cut.drop()
             self._scored.drop()
         return RoundRecord(schedule, tuple(records), time.perf_counter() - began)
+
+    def _ran(self, schedule: RoundSchedule, began: float) -> Iterator[ActionRecord]:
+        """What each action came to, in the order of the schedule."""
+        for index, action in enumerate(schedule.actions):
+            yield self._run(index, action, began)
 
     def _run(self, index: int, action: Action, began: float) -> ActionRecord:
         start_s = time.perf_counter() - began
@@ -163,21 +168,28 @@ class Executor:
     def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
         if all(item.kind == "decode" for item in batch.items):
             return (), run_decode(self._backbone, batch, self._tasks, self._sources, plain=self._plain)
+        packed = self._packed(batch)
+        losses = self._train(packed, batch) if batch.trains else self._forward(packed, batch)
+        return self._finished(batch, packed, losses), len(packed.rows.ids_T) if not batch.resumes else 0
+
+    def _packed(self, batch: MicroBatch) -> PackedBatch:
         sources = {
             item.source: source
             for item in batch.items
             if not isinstance(source := self._sources[item.source], DecodeSource)
         }
         adapters = {item.task: self._tasks[item.task].adapter for item in batch.items if item.task is not None}
-        packed = pack(batch, sources, adapters, self._cut, self._backbone.device, self._precision)
-        losses = self._train(packed, batch) if batch.trains else self._forward(packed, batch)
+        return pack(batch, sources, adapters, self._cut, self._backbone.device, self._precision)
+
+    def _finished(self, batch: MicroBatch, packed: PackedBatch, losses: TokenLosses) -> tuple[ItemOutcome, ...]:
+        """What a pass that is back came to, added to the steps in progress."""
         for item in batch.items:
             self._cut.ran(item)
         outcomes = tuple(self._outcomes(packed, losses))
         for outcome in outcomes:
             if outcome.kind == "train" and outcome.task is not None:
                 self._tasks[outcome.task].count(outcome)
-        return outcomes, len(packed.rows.ids_T) if not batch.resumes else 0
+        return outcomes
 
     @property
     def _precision(self) -> torch.dtype:
@@ -186,15 +198,11 @@ class Executor:
     def _train(self, packed: PackedBatch, batch: MicroBatch) -> TokenLosses:
         with torch.enable_grad():
             hidden_TD = self._cut.take(batch) if batch.keep else self._hidden(packed, batch.recompute)
-            rows_UD, place_N = _gather(hidden_TD, packed)
+            rows_UD, place_N = gather(hidden_TD, packed)
         rows_ND = rows_UD.detach() if place_N is None else rows_UD.detach()[place_N]
         losses = self._losses(rows_ND, self._weighed(rows_ND, packed))
-        assert losses.grad_ND is not None
         if rows_UD.requires_grad:  # else nothing below the head is trained
-            grad_UD = losses.grad_ND
-            if place_N is not None:
-                grad_UD = torch.zeros_like(rows_UD).index_add_(0, place_N, losses.grad_ND)
-            torch.autograd.backward([rows_UD], [grad_UD])
+            torch.autograd.backward([rows_UD], [gathered_gradient(losses, rows_UD, place_N)])
         return losses
 
     @torch.no_grad()
@@ -206,6 +214,11 @@ class Executor:
         return self._losses(hidden_TD[packed.predict_N], packed)
 
     def _hidden(self, packed: PackedBatch, recompute: bool = False) -> Tensor:
+        rows = packed.rows
+        return self._backbone.hidden(rows.ids_T, rows.positions_T, self._pass(packed), recompute=recompute)
+
+    def _pass(self, packed: PackedBatch) -> Pass:
+        """Who attends to whom in these rows, and which adapter has which of them."""
         dispatches = [
             Dispatch(rows.start, rows.stop, self._tasks[rows.item.task].adapter, self._keys(rows))
             for rows in packed.items
@@ -213,8 +226,7 @@ class Executor:
         ]
         rows = packed.rows
         hooked = hooks(dispatches, plain=self._plain, grouping=self._grouping, joined=self._backbone.groups)
-        current = Pass(AttentionContext(rows.segments, self._cut.carry), hooked, rows.given)
-        return self._backbone.hidden(rows.ids_T, rows.positions_T, current, recompute=recompute)
+        return Pass(AttentionContext(rows.segments, self._cut.carry), hooked, rows.given)
 
     def _losses(self, rows_ND: Tensor, packed: PackedBatch) -> TokenLosses:
         losses_of = token_losses_plain if self._plain else token_losses
@@ -291,13 +303,21 @@ def _passes(schedule: RoundSchedule) -> list[MicroBatch]:
     return [action for action in schedule.actions if isinstance(action, MicroBatch)]
 
 
-def _gather(hidden_TD: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor | None]:
+def gather(hidden_TD: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor | None]:
     """The rows that predict, each once, and which of them each trained position has where some have the same: gradients
     of a row are to be added in a fixed order."""
     if not packed.repeats:
         return hidden_TD[packed.predict_N], None
     row_U, place_N = packed.predict_N.unique(return_inverse=True)
     return hidden_TD[row_U], place_N
+
+
+def gathered_gradient(losses: TokenLosses, rows_UD: Tensor, place_N: Tensor | None) -> Tensor:
+    """Of the rows that `gather` found."""
+    assert losses.grad_ND is not None
+    if place_N is None:
+        return losses.grad_ND
+    return torch.zeros_like(rows_UD).index_add_(0, place_N, losses.grad_ND)
 
 
 def _ids_of(source: Source, index: int) -> Ids:

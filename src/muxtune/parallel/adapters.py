@@ -33,11 +33,12 @@ import torch
 from torch import Tensor
 
 from muxtune.errors import AdapterError
+from muxtune.models.backbone import Backbone
 from muxtune.parallel.mesh import TensorAxis
 from muxtune.parallel.shard import Cut
 from muxtune.parallel.slices import Slice
 from muxtune.parallel.tensor import ShardedBackbone, summed_name
-from muxtune.peft.base import Adapter, AdapterModule
+from muxtune.peft.base import Adapter, AdapterModule, BackboneView
 from muxtune.peft.ia3 import IA3Adapter
 from muxtune.peft.lora import LoraModule
 from muxtune.peft.registry import build_adapter
@@ -85,6 +86,14 @@ class ShardedAdapter:
         """Take this rank's ranges of the values of a whole adapter."""
         self.adapter.load({name: _own(state[name], self.placements[name]) for name in self.placements})
 
+    def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of one tensor a parameter, as wide as the rank's, those of the whole adapter; all ranks ask together."""
+        return {name: self._whole(name, value) for name, value in values.items()}
+
+    def own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rank's ranges of one tensor for each parameter of the whole adapter."""
+        return {name: _own(values[name], placement) for name, placement in self.placements.items()}
+
     def _whole(self, name: str, value: Tensor) -> Tensor:
         placement = self.placements[name]
         if not isinstance(placement, Slice):
@@ -122,21 +131,33 @@ class GradientSum:
         return float((told[-1] + told[:start].square().sum() + whole).sqrt())
 
 
+def as_it_is(backbone: Backbone) -> BackboneView:
+    """All of a backbone."""
+    return backbone
+
+
 def sharded_adapter(
-    spec: PeftBase, backbone: ShardedBackbone, *, seed: int, dtype: torch.dtype, device: torch.device
+    spec: PeftBase,
+    backbone: ShardedBackbone,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    view: Callable[[Backbone], BackboneView] = as_it_is,
 ) -> ShardedAdapter:
-    """This rank's part of a fresh adapter, with the start values of `build_adapter` on one device.
+    """This rank's part of a fresh adapter, with the start values of `build_adapter` on one device; `view` says of what
+    in the backbone.
 
     Raises AdapterError as that does, and for a type or a target that has no rule here.
     """
     rule = _rule_of(spec, backbone)
-    adapter = build_adapter(spec, backbone, seed=seed, dtype=dtype, device=device)
+    adapter = build_adapter(spec, view(backbone), seed=seed, dtype=dtype, device=device)
     placements = rule(adapter, backbone)
     assert placements.keys() == adapter.parameters.views.keys(), "a parameter without a rule"
     shapes = {name: view.shape for name, view in adapter.parameters.views.items()}
     if not any(isinstance(placement, Slice) for placement in placements.values()):
         return ShardedAdapter(adapter, placements, shapes, backbone.axis)
-    whole = build_adapter(spec, backbone.whole, seed=seed, dtype=dtype, device=torch.device("cpu"))
+    whole = build_adapter(spec, view(backbone.whole), seed=seed, dtype=dtype, device=torch.device("cpu"))
     shapes = {name: view.shape for name, view in whole.parameters.views.items()}
     sharded = ShardedAdapter(adapter, placements, shapes, backbone.axis)
     sharded.load_whole(whole.state())

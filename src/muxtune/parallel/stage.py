@@ -69,11 +69,13 @@ class Staged:
     Attributes:
         stage: which.
         stages: the layers of each, of all.
+        mesh: where this rank stands among all.
         whole: the whole model without memory: shapes and names of every attach point, as specs and files mean them.
     """
 
     stage: Stage
     stages: tuple[range, ...]
+    mesh: Mesh
     whole: Backbone
 
 
@@ -81,9 +83,10 @@ class StagedBackbone(Staged, Backbone):
     """A stage that one rank holds."""
 
     def __init__(
-        self, model: PreTrainedModel, whole: Backbone, stage: Stage, stages: tuple[range, ...], block: BlockChoice
+        self, model: PreTrainedModel, whole: Backbone, stages: tuple[range, ...], mesh: Mesh, block: BlockChoice
     ) -> None:
-        self.stage, self.stages, self.whole = stage, stages, whole
+        self.stages, self.mesh, self.whole = stages, mesh, whole
+        self.stage = stage = _stage_of(stages, mesh)
         self._device, self._dtype = _where(model, held_by(stage, whole))
         if not stage.first:
             _leave_out_embedding(model, self._dtype, self._device)
@@ -105,10 +108,9 @@ class ShardedStage(Staged, ShardedBackbone):
 
     whole: Backbone
 
-    def __init__(
-        self, model: PreTrainedModel, whole: Backbone, stage: Stage, stages: tuple[range, ...], mesh: Mesh
-    ) -> None:
-        self.stage, self.stages = stage, stages
+    def __init__(self, model: PreTrainedModel, whole: Backbone, stages: tuple[range, ...], mesh: Mesh) -> None:
+        self.stages, self.mesh = stages, mesh
+        self.stage = stage = _stage_of(stages, mesh)
         self._device, self._dtype = _where(model, held_by(stage, whole))
         sizes = sizes_of(whole)
         part = split(sizes, mesh.tensor.size)[mesh.tensor.rank]
@@ -133,7 +135,8 @@ class ShardedStage(Staged, ShardedBackbone):
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """What a stage has of its backbone, as a PEFT type sees it (`muxtune.peft.base.BackboneView`)."""
+    """What a stage has of its backbone, or of the whole one's names and shapes, as a PEFT type sees it
+    (`muxtune.peft.base.BackboneView`)."""
 
     backbone: Backbone
     stage: Stage
@@ -176,19 +179,18 @@ def load_stage(
     """
     attention.register()
     layout = check_folder(folder)
-    axis, tensor = mesh.pipe, mesh.tensor
+    tensor = mesh.tensor
     whole = whole_of(layout, num_hidden_layers, split=tensor.size > 1)
-    stages = stages_of(whole, axis.stages, trained_share)
-    stage = Stage(axis, stages[axis.stage])
+    stages = stages_of(whole, mesh.pipe.stages, trained_share)
     cuts = {}
     if tensor.size > 1:
         sizes = sizes_of(whole)
         cuts = cuts_of(whole, sizes, split(sizes, tensor.size)[tensor.rank])
-    held = held_by(stage, whole)
+    held = held_by(_stage_of(stages, mesh), whole)
     model = load_part(layout, whole, cuts, dtype=dtype, device=device, layers=num_hidden_layers, held=held)
     if tensor.size > 1:
-        return ShardedStage(model, whole, stage, stages, mesh)
-    return StagedBackbone(model, whole, stage, stages, block)
+        return ShardedStage(model, whole, stages, mesh)
+    return StagedBackbone(model, whole, stages, mesh, block)
 
 
 def stages_of(whole: Backbone, stages: int, trained_share: float = TRAINED_SHARE) -> tuple[range, ...]:
@@ -231,6 +233,10 @@ class NoEmbedding(nn.Module):
         """[...] -> [..., E]."""
         dtype, device = self._like
         return torch.zeros((), dtype=dtype, device=device).expand(*ids.shape, self.weight.shape[1])
+
+
+def _stage_of(stages: tuple[range, ...], mesh: Mesh) -> Stage:
+    return Stage(mesh.pipe, stages[mesh.pipe.stage])
 
 
 def _where(model: PreTrainedModel, held: Callable[[str], bool]) -> tuple[torch.device, torch.dtype]:

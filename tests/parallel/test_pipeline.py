@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from muxtune.spec.peft import IA3, BitFit, Bottleneck, LnTuning, Lora, PrefixTuning, PromptTuning, Shira
 from tests.engine.pairs import PairTrial
 from tests.engine.prompts import PeftTrial
 from tests.parallel.ranks import RankGroup
 from tests.parallel.trained import Options, assert_equal, on_one, on_stage
+from tests.tiny import tiny_folder
 
 TOLERANCE = 1e-9
 
@@ -66,5 +69,76 @@ def test_two_stages_equal_one_device(
     expected = on_one(folder(arch), trials, options)
     for found in pair.answers():
         assert found.keys() == expected.keys()
+        for name, outcome in found.items():
+            assert_equal(outcome, expected[name], TOLERANCE)
+
+
+FEW = [
+    PeftTrial("lora", Lora(r=4), [3, 20, 7, 12], max_grad_norm=0.5, seed=1),
+    PeftTrial("drop", Lora(r=8, lora_dropout=0.3), [10, 31, 2], batch=1, seed=2, chunk_tokens=24),
+    PairTrial("pairs", Lora(r=4), seed=4, chunk_tokens=24),
+]
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "opt", "qwen2"])
+def test_other_families_with_lora(arch: str, pair: RankGroup, folder: Callable[[str], Path]) -> None:
+    pair.tell(on_stage, folder(arch), FEW, Options())
+    expected = on_one(folder(arch), FEW, Options())
+    for found in pair.answers():
+        for name, outcome in found.items():
+            assert_equal(outcome, expected[name], TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [Options(), Options(recompute=True), Options(keep_tokens=64)], ids=str)
+def test_overlapped_and_one_by_one_are_the_same_to_the_bit(
+    options: Options, pair: RankGroup, folder: Callable[[str], Path]
+) -> None:
+    """The fast block, too: whichever the stage would choose by itself."""
+    trials = _trials("llama")
+    overlapped = pair.ask(on_stage, folder("llama"), trials, options, 1, "auto")
+    one_by_one = pair.ask(on_stage, folder("llama"), trials, replace(options, overlap=False), 1, "auto")
+    for found, twin in zip(overlapped, one_by_one, strict=True):
+        assert found.keys() == twin.keys()
+        for name, outcome in found.items():
+            assert_equal(outcome, twin[name], 0.0)
+
+
+def test_two_stages_of_two_ranks_equal_one_device(four: RankGroup, folder: Callable[[str], Path]) -> None:
+    """A rank for each half of each stage."""
+    _four_equal_one(four, folder("llama"), FEW, Options())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["llama-uneven", "llama-tied", "gpt2", "qwen2"])
+@pytest.mark.parametrize("options", [Options(), Options(recompute=True), Options(overlap=False)], ids=str)
+def test_two_stages_of_two_ranks_equal_one_device_for_every_type(
+    arch: str, options: Options, four: RankGroup, folder: Callable[[str], Path]
+) -> None:
+    """But for those that have no rule for several ranks."""
+    unruled = ("dora", "pissa", "shira", "ends")
+    trials = [trial for trial in _trials("gpt2" if arch == "gpt2" else "llama") if trial.name not in unruled]
+    if arch == "gpt2":
+        trials = [trial for trial in trials if trial.name != "scaled"]
+    _four_equal_one(four, folder(arch), trials, options)
+
+
+def _four_equal_one(
+    four: RankGroup, path: Path, trials: Sequence[PeftTrial | PairTrial], options: Options
+) -> None:
+    four.tell(on_stage, path, trials, options, 2)
+    expected = on_one(path, trials, options)
+    for found in four.answers():
+        assert found.keys() == expected.keys()
+        for name, outcome in found.items():
+            assert_equal(outcome, expected[name], TOLERANCE)
+
+
+@pytest.mark.full
+def test_four_stages_equal_one_device(four: RankGroup, tmp_path: Path) -> None:
+    """Of one, two, two and one layers: the head counts; rows and gradients are handed on by those in the middle."""
+    path = tiny_folder(tmp_path / "six", "llama", dtype=torch.float64, layers=6)
+    four.tell(on_stage, path, _trials("llama"), Options())
+    expected = on_one(path, _trials("llama"), Options())
+    for found in four.answers():
         for name, outcome in found.items():
             assert_equal(outcome, expected[name], TOLERANCE)

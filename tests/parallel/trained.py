@@ -133,9 +133,9 @@ def assert_equal(one: Outcome, other: Outcome, tolerance: float) -> None:
     assert len(one.losses) == len(other.losses) > 0
     assert one.accuracies == other.accuracies
     for mine, theirs in ((one.losses, other.losses), (one.norms, other.norms)):
-        assert max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) < tolerance
+        assert max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) <= tolerance
     for mine_by_name, theirs_by_name in ((one.gradient, other.gradient), (one.state, other.state)):
         assert mine_by_name.keys() == theirs_by_name.keys()
         for name, value in mine_by_name.items():
             assert value.shape == theirs_by_name[name].shape, name
-            assert float((value - theirs_by_name[name]).abs().max()) < tolerance, name
+            assert float((value - theirs_by_name[name]).abs().max()) <= tolerance, name

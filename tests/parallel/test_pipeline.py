@@ -122,9 +122,7 @@ def test_two_stages_of_two_ranks_equal_one_device_for_every_type(
     _four_equal_one(four, folder(arch), trials, options)
 
 
-def _four_equal_one(
-    four: RankGroup, path: Path, trials: Sequence[PeftTrial | PairTrial], options: Options
-) -> None:
+def _four_equal_one(four: RankGroup, path: Path, trials: Sequence[PeftTrial | PairTrial], options: Options) -> None:
     four.tell(on_stage, path, trials, options, 2)
     expected = on_one(path, trials, options)
     for found in four.answers():

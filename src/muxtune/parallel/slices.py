@@ -105,7 +105,10 @@ def load_part(
     done: dict[int, nn.Parameter] = {}  # a tied weight is read once
     here = {id(empty) for name, _, _, empty in _parameters(model) if held(name)}
     for name, module, leaf, empty in _parameters(model):
-        if id(empty) not in here:
+        if id(empty) not in here:  # it is as wide as it is on the ranks that hold it
+            own = _slice_of(name, module, leaf, cuts)
+            if own is not None:
+                module._parameters[leaf] = nn.Parameter(own.of(empty), requires_grad=False)
             used.add(name)
             continue
         if id(empty) not in done:

@@ -133,7 +133,7 @@ def _four_equal_one(four: RankGroup, path: Path, trials: Sequence[PeftTrial | Pa
 
 @pytest.mark.full
 def test_four_stages_equal_one_device(four: RankGroup, tmp_path: Path) -> None:
-    """Of one, two, two and one layers: the head counts; rows and gradients are handed on by those in the middle."""
+    """Those in the middle have no end, and hand rows, gradients, losses and norms on."""
     path = tiny_folder(tmp_path / "six", "llama", dtype=torch.float64, layers=6)
     four.tell(on_stage, path, _trials("llama"), Options())
     expected = on_one(path, _trials("llama"), Options())

@@ -28,9 +28,9 @@ from muxtune.parallel.stage import load_stage
 from muxtune.parallel.steps import Steps
 from muxtune.peft.registry import build_adapter, payload
 from muxtune.plan.timeline import Event
-from muxtune.plan.turns import stage_turns
+from muxtune.plan.turns import Turn, stage_turns
 from muxtune.plan.types import MicroBatch, RoundSchedule, WorkItem
-from muxtune.spec.event import TaskEvent
+from muxtune.spec.event import EvalResult, Rewards
 from muxtune.spec.peft import IA3, Lora, PeftBase, Shira
 from tests.engine.build import CPU, exact
 from tests.engine.pairs import PairTrial
@@ -39,6 +39,9 @@ from tests.parallel.ranks import RankGroup
 from tests.parallel.trained import Options, assert_equal, folder_of, mesh_of, on_one, on_stage
 
 _TRIALS = [PeftTrial(f"t{number}", Lora(r=2), [9, 20, 7, 12], seed=number, chunk_tokens=24) for number in range(4)]
+
+
+_Way = Callable[[LayerChain, Tensor], Steps[Tensor | None]]
 
 
 def _engine(axis: TensorAxis, path: Path, **options: bool) -> Engine:
@@ -50,21 +53,16 @@ def _engine(axis: TensorAxis, path: Path, **options: bool) -> Engine:
 def _slowed(seed: int, least_s: float, most_s: float) -> Iterator[None]:
     """Every stage takes some time for its layers, each time another one."""
     draw = random.Random(seed)
-    ways: dict[str, Callable[..., Steps[Tensor | None]]] = {
-        way: getattr(LayerChain, way) for way in ("forward", "backward")
-    }
 
-    def slow(way: str) -> Callable[[LayerChain, Tensor], Steps[Tensor | None]]:
+    def slow(own: _Way) -> _Way:
         def run(chain: LayerChain, rows_TD: Tensor) -> Steps[Tensor | None]:
             time.sleep(draw.uniform(least_s, most_s))
-            return (yield from ways[way](chain, rows_TD))
+            return (yield from own(chain, rows_TD))
 
         return run
 
-    with (
-        mock.patch.object(LayerChain, "forward", slow("forward")),
-        mock.patch.object(LayerChain, "backward", slow("backward")),
-    ):
+    forward, backward = slow(LayerChain.forward), slow(LayerChain.backward)
+    with mock.patch.multiple(LayerChain, forward=forward, backward=backward):
         yield
 
 
@@ -101,11 +99,10 @@ def test_stages_compute_at_once_where_passes_overlap_and_never_one_by_one(
     assert common_s < 0.1 * busy_s  # what is not the layers' work: laying rows out, say
 
 
-def _told(schedule: RoundSchedule, turn: object) -> tuple[str, int, int]:
-    action = schedule.actions[turn.index]  # type: ignore[attr-defined]
-    if not isinstance(action, MicroBatch):
-        (*_, action) = (one for one in schedule.actions[: turn.index] if isinstance(one, MicroBatch))  # type: ignore[attr-defined]
-    return turn.direction, action.htask, action.chunk  # type: ignore[attr-defined]
+def _told(schedule: RoundSchedule, turn: Turn) -> tuple[str, int, int]:
+    """A step is of the last pass before it."""
+    passes = [one for one in schedule.actions[: turn.index + 1] if isinstance(one, MicroBatch)]
+    return turn.direction, passes[-1].htask, passes[-1].chunk
 
 
 def _slowly(axis: TensorAxis, path: Path, trials: Sequence[PeftTrial | PairTrial], seed: int) -> object:
@@ -122,24 +119,25 @@ def test_whoever_is_slow_it_comes_to_the_same(pair: RankGroup, folder: Callable[
                 assert_equal(outcome, expected[name], 1e-9)
 
 
-def _evaluated(engine: Engine) -> list[object]:
+def _evaluated(engine: Engine) -> list[list[float]]:
     """Evaluations while it trains, and log-probabilities that a client asks for."""
     trials = [*_TRIALS[:2], PairTrial("pairs", Lora(r=4), steps=2, seed=4, chunk_tokens=24)]
     with exact(torch.float64):
         tasks = [
             engine.attach(trial.job, Sequences(trial.examples, trial.examples[:2]), chunk_tokens=24) for trial in trials
         ]
-        told: list[object] = [
+        told = [
             [outcome.loss_sum, outcome.correct, *(outcome.logprobs or ())]
             for outcome in engine.forward({task: task.data.train[:2] for task in tasks}).values()
         ]
         for event in Runner(engine).run():
-            if isinstance(event, TaskEvent) and event.kind == "eval":
-                told.append([event.task, event.step, *(v for v in event.data.values() if isinstance(v, float))])
+            if isinstance(event, EvalResult):
+                rewards = event.rewards or Rewards(0.0, 0.0)
+                told.append([event.step, event.loss, event.accuracy, event.tokens, rewards.chosen, rewards.rejected])
     return told
 
 
-def _evaluated_on_stage(axis: TensorAxis, path: Path) -> list[object]:
+def _evaluated_on_stage(axis: TensorAxis, path: Path) -> list[list[float]]:
     return _evaluated(_engine(axis, path))
 
 
@@ -152,14 +150,8 @@ def test_what_only_goes_forward_comes_to_the_same_on_every_stage(
     assert len(expected) > 3
     first, second = pair.ask(_evaluated_on_stage, folder("llama"))
     assert first == second
-    assert first == pytest.approx(expected, abs=1e-9) or _near(first, expected)
-
-
-def _near(found: Sequence[object], expected: Sequence[object]) -> bool:
-    for one, other in zip(found, expected, strict=True):
-        assert isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
-        assert all(a == b if isinstance(a, str) else abs(a - b) < 1e-9 for a, b in zip(one, other, strict=True))
-    return True
+    for one, other in zip(first, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
 
 
 def _poisoned(axis: TensorAxis, path: Path) -> tuple[str | None, str | None, bool]:

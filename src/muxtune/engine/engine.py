@@ -16,9 +16,10 @@ import numpy as np
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source
+from muxtune.engine.flights import StageRecord
 from muxtune.engine.limits import require_all_known
 from muxtune.engine.outcomes import merged
-from muxtune.engine.pipelined import PipelineExecutor, StageRecord
+from muxtune.engine.pipelined import PipelineExecutor
 from muxtune.engine.planning import Planning
 from muxtune.engine.preference import sequence_sums
 from muxtune.engine.references import Asked, References, Turn, asked_of, in_turn

@@ -25,122 +25,30 @@ Legend: T packed rows, D model, N trained positions, U those of them with rows o
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from muxtune.engine.executor import Executor, Source, gather, gathered_gradient
+from muxtune.engine.flights import BEHIND, Flight, Incoming, Run, Shape, StageRecord, told
 from muxtune.engine.layout import ROW_MULTIPLE
-from muxtune.engine.packing import PackedBatch
 from muxtune.engine.references import References
 from muxtune.engine.task import Task
 from muxtune.errors import RankError, StateError
-from muxtune.models.attach import Pass
 from muxtune.models.loss import TokenLosses
 from muxtune.parallel.chain import LayerChain
-from muxtune.parallel.pipe import Link, Message
+from muxtune.parallel.pipe import Message
 from muxtune.parallel.stage import ShardedStage, StagedBackbone
 from muxtune.parallel.staged import StagedAdapter
 from muxtune.parallel.steps import Steps
 from muxtune.peft.grouped import Rule, measured
-from muxtune.plan.pipeline import StageAction
-from muxtune.plan.timeline import Event, Resource
 from muxtune.plan.turns import Turn, plain_turns, stage_turns
-from muxtune.plan.types import Action, ActionRecord, MicroBatch, OptimStep, RoundSchedule, tasks_of
+from muxtune.plan.types import ActionRecord, MicroBatch, OptimStep, RoundSchedule, tasks_of
 
-_BEHIND = 6  # messages on the way back that are held before the oldest is waited for
-AHEAD = 2  # messages on the way forward that are received before their turn
 _NORM = ((1,), torch.float64)
-_Shape = tuple[tuple[int, ...], torch.dtype]
-
-
-class StageRecord:
-    """When this stage computed, in `muxtune.plan.timeline`'s words, by `clock`."""
-
-    def __init__(self, clock: Callable[[], float], stage: int) -> None:
-        self.clock = clock
-        self.events: list[Event] = []
-        self._resource = Resource("compute", stage)
-
-    def computed(self, action: StageAction, tasks: tuple[str, ...], start_s: float) -> None:
-        """From `start_s` until now."""
-        self.events.append(Event(self._resource, start_s, self.clock(), action.direction, action, tasks))
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A pass that is under way on this stage.
-
-    Attributes:
-        first_TD: the rows that the first stage's layers begin with, and what made them.
-        last_TD: those that the last stage's layers ended with, a leaf of what follows.
-        ends: rows that predict, and their gradient.
-        sent: rows that went on.
-        awaited: what the next stage will send back, in order.
-    """
-
-    batch: MicroBatch
-    packed: PackedBatch
-    current: Pass
-    chain: LayerChain
-    first_TD: Tensor
-    last_TD: Tensor
-    start_s: float
-    hidden_TD: Tensor | None = None
-    ends: tuple[Tensor, Tensor] | None = None
-    losses: TokenLosses | None = None
-    sent: Message | None = None
-    awaited: deque[Message] = field(default_factory=deque)
-
-
-@dataclass(slots=True)
-class _Run:
-    """A schedule while it runs. `closes`: of passes, the steps whose gradient is whole with them."""
-
-    schedule: RoundSchedule
-    began: float
-    incoming: _Incoming | None
-    closes: Mapping[int, tuple[int, ...]]
-    flights: dict[int, _Flight] = field(default_factory=dict)
-    squares: dict[int, float] = field(default_factory=dict)  # of steps, on the first stage
-    records: dict[int, ActionRecord] = field(default_factory=dict)
-    sent_back: deque[Message] = field(default_factory=deque)
-    sent_norms: list[Message] = field(default_factory=list)
-
-    @property
-    def now_s(self) -> float:
-        return time.perf_counter() - self.began
-
-    def batch(self, index: int) -> MicroBatch:
-        """Action `index`."""
-        action = self.schedule.actions[index]
-        assert isinstance(action, MicroBatch)
-        return action
-
-
-class _Incoming:
-    """Messages of the way forward, received ahead of their turn."""
-
-    def __init__(self, link: Link, shapes: Iterator[_Shape], device: torch.device) -> None:
-        self._link, self._shapes, self._device = link, shapes, device
-        self._posted: deque[Message] = deque()
-        for _ in range(AHEAD):
-            self._post()
-
-    def take(self) -> Message:
-        """The next one, under way; another is posted for it."""
-        message = self._posted.popleft()
-        self._post()
-        return message
-
-    def _post(self) -> None:
-        shape = next(self._shapes, None)
-        if shape is not None:
-            self._posted.append(self._link.receive(*shape, self._device))
 
 
 class PipelineExecutor(Executor):
@@ -164,7 +72,7 @@ class PipelineExecutor(Executor):
         self.record: StageRecord | None = None
         self._staged = staged
         self._overlap = overlap
-        self._kept: dict[object, _Flight] = {}
+        self._kept: dict[object, Flight] = {}
 
     def _check(self, schedule: RoundSchedule) -> None:
         super()._check(schedule)
@@ -181,8 +89,8 @@ class PipelineExecutor(Executor):
         turns = stage_turns(schedule, axis.stages, axis.stage) if self._overlap else plain_turns(schedule)
         closes = {turn.index: turn.closes for turn in turns if turn.direction == "backward"}
         shapes = self._shapes_in(schedule, turns)
-        incoming = _Incoming(axis.rows_in, shapes, self._backbone.device) if axis.rows_in is not None else None
-        run = _Run(schedule, began, incoming, closes)
+        incoming = Incoming(axis.rows_in, shapes, self._backbone.device) if axis.rows_in is not None else None
+        run = Run(schedule, began, incoming, closes)
         try:
             for turn in turns:
                 self._resume(run, turn, self._piece(run, turn))
@@ -206,24 +114,24 @@ class PipelineExecutor(Executor):
         assert isinstance(backbone, StagedBackbone | ShardedStage)
         return backbone.mesh.world.rank
 
-    def _resume(self, run: _Run, turn: Turn, steps: Steps[None]) -> None:
+    def _resume(self, run: Run, turn: Turn, steps: Steps[None]) -> None:
         """Run a piece, waiting where it waits; note when it computed."""
         record = self.record
         while True:
             start_s = record.clock() if record is not None else 0.0
             waiting = next(steps, None)
             if record is not None:
-                record.computed(*_told(run.schedule.actions, turn), start_s)
+                record.computed(*told(run.schedule.actions, turn), start_s)
             if waiting is None:
                 return
             waiting.wait()
 
-    def _piece(self, run: _Run, turn: Turn) -> Steps[None]:
+    def _piece(self, run: Run, turn: Turn) -> Steps[None]:
         if turn.direction == "forward":
             return self._forth(run, turn.index)
         return self._back(run, turn.index) if turn.direction == "backward" else self._step(run, turn)
 
-    def _shapes_in(self, schedule: RoundSchedule, turns: Sequence[Turn]) -> Iterator[_Shape]:
+    def _shapes_in(self, schedule: RoundSchedule, turns: Sequence[Turn]) -> Iterator[Shape]:
         """Of what comes from the stage before, in order."""
         width = int(self._backbone.config.hidden_size)
         for turn in turns:
@@ -241,7 +149,7 @@ class PipelineExecutor(Executor):
             rows += sum(max(ref.rows(virtual), batch.width) for ref in item.sequences)
         return rows + -rows % ROW_MULTIPLE
 
-    def _forth(self, run: _Run, index: int) -> Steps[None]:
+    def _forth(self, run: Run, index: int) -> Steps[None]:
         batch = run.batch(index)
         if batch.resumes:
             kept = self._kept.pop(batch.pieces)
@@ -264,7 +172,7 @@ class PipelineExecutor(Executor):
             self._kept[batch.pieces] = flight
         run.flights[index] = flight
 
-    def _through(self, run: _Run, batch: MicroBatch) -> Steps[_Flight]:
+    def _through(self, run: Run, batch: MicroBatch) -> Steps[Flight]:
         """Through the layers, and on to the next stage."""
         start_s, packed = run.now_s, self._packed(batch)
         current, learns = self._pass(packed), batch.trains or batch.keep
@@ -281,7 +189,7 @@ class PipelineExecutor(Executor):
         last_TD = yield from chain.forward(first_TD)
         out = self.stage.axis.rows_out
         sent = out.send(last_TD.detach()) if out is not None else None
-        return _Flight(batch, packed, current, chain, first_TD, last_TD, start_s, sent=sent)
+        return Flight(batch, packed, current, chain, first_TD, last_TD, start_s, sent=sent)
 
     def _lowest(self, batch: MicroBatch) -> int:
         """The first stage that has anything of the pass's tasks; behind the last where there is none."""
@@ -291,8 +199,8 @@ class PipelineExecutor(Executor):
     def _stages(self) -> int:
         return self.stage.axis.stages
 
-    def _score(self, flight: _Flight) -> None:
-        """What follows the last layer: losses, and where the pass trains, the gradient that its way back begins with."""
+    def _score(self, flight: Flight) -> None:
+        """What follows the last layer: losses and, where the pass trains, the gradient that its way back starts with."""
         batch, packed = flight.batch, flight.packed
         with torch.set_grad_enabled(batch.trains or batch.keep):
             if flight.hidden_TD is None:
@@ -309,11 +217,11 @@ class PipelineExecutor(Executor):
         if rows_UD.requires_grad:  # else nothing below the head is trained
             flight.ends = rows_UD, gathered_gradient(flight.losses, rows_UD, place_N)
 
-    def _expected(self, flight: _Flight, closes: Sequence[int]) -> deque[Message]:
+    def _expected(self, flight: Flight, closes: Sequence[int]) -> deque[Message]:
         """Post the receives of all that the next stage will send back of a pass."""
         link, device = self.stage.axis.back_in, self._backbone.device
         assert link is not None
-        shapes: list[_Shape] = []
+        shapes: list[Shape] = []
         if len(flight.packed.predict_N):
             shapes.append(((2, len(flight.packed.predict_N)), self._precision))
         if flight.batch.trains and self._lowest(flight.batch) <= self.stage.axis.stage:
@@ -321,7 +229,7 @@ class PipelineExecutor(Executor):
         shapes += [_NORM for _ in closes]
         return deque(link.receive(*shape, device) for shape in shapes)
 
-    def _back(self, run: _Run, index: int) -> Steps[None]:
+    def _back(self, run: Run, index: int) -> Steps[None]:
         flight = run.flights.pop(index)
         batch = flight.batch
         if not self.stage.last:
@@ -338,7 +246,7 @@ class PipelineExecutor(Executor):
         for step in run.closes[index]:
             yield from self._close(run, step, flight.awaited)
 
-    def _told_losses(self, flight: _Flight) -> Steps[TokenLosses]:
+    def _told_losses(self, flight: Flight) -> Steps[TokenLosses]:
         nothing = torch.zeros(2, 0, dtype=self._precision, device=self._backbone.device)
         if not len(flight.packed.predict_N):
             return TokenLosses(nothing[0], nothing[1] > 0, None)
@@ -346,11 +254,11 @@ class PipelineExecutor(Executor):
         yield message
         return TokenLosses(message.value[0], message.value[1] > 0, None)
 
-    def _tell_losses(self, run: _Run, losses: TokenLosses) -> None:
+    def _tell_losses(self, run: Run, losses: TokenLosses) -> None:
         if len(losses.logprob_N):
             self._send_back(run, torch.stack([losses.logprob_N, losses.correct_N.to(losses.logprob_N.dtype)]))
 
-    def _pull(self, run: _Run, flight: _Flight) -> Steps[None]:
+    def _pull(self, run: Run, flight: Flight) -> Steps[None]:
         """The way back through the layers."""
         lowest, stage = self._lowest(flight.batch), self.stage
         grad_TD: Tensor | None = None
@@ -370,7 +278,7 @@ class PipelineExecutor(Executor):
         elif stage.first and grad_TD is not None and flight.first_TD.requires_grad:
             torch.autograd.backward([flight.first_TD], [grad_TD])
 
-    def _close(self, run: _Run, step: int, awaited: deque[Message]) -> Steps[None]:
+    def _close(self, run: Run, step: int, awaited: deque[Message]) -> Steps[None]:
         """Add this stage's part to the squares of a gradient that is whole now, and send them on."""
         action = run.schedule.actions[step]
         assert isinstance(action, OptimStep)
@@ -382,7 +290,7 @@ class PipelineExecutor(Executor):
         run.squares[step] = total
         self._send_back(run, torch.tensor([total], dtype=torch.float64))
 
-    def _step(self, run: _Run, turn: Turn) -> Steps[None]:
+    def _step(self, run: Run, turn: Turn) -> Steps[None]:
         action, axis = run.schedule.actions[turn.index], self.stage.axis
         assert isinstance(action, OptimStep)
         start_s = run.now_s
@@ -401,22 +309,11 @@ class PipelineExecutor(Executor):
         step = self._tasks[action.task].optimizer_step(action.lr)
         run.records[turn.index] = ActionRecord(turn.index, start_s, run.now_s, step=step)
 
-    def _send_back(self, run: _Run, value: Tensor) -> None:
+    def _send_back(self, run: Run, value: Tensor) -> None:
         """To the stage before, which has posted the receive long ago: older ones have arrived."""
         link = self.stage.axis.back_out
         if link is None:
             return
         run.sent_back.append(link.send(value.to(self._backbone.device)))
-        if len(run.sent_back) > _BEHIND:
+        if len(run.sent_back) > BEHIND:
             run.sent_back.popleft().wait()
-
-
-def _told(actions: Sequence[Action], turn: Turn) -> tuple[StageAction, tuple[str, ...]]:
-    """A turn in the words of a plan; a step is of the last pass of its task."""
-    action = actions[turn.index]
-    if isinstance(action, OptimStep):
-        own = [one for one in actions[: turn.index] if isinstance(one, MicroBatch) and action.task in tasks_of(one)]
-        htask, chunk = (own[-1].htask, own[-1].chunk) if own else (0, 0)
-        return StageAction("step", htask, chunk, 0), (action.task,)
-    tasks = tuple(task for task in tasks_of(action) if task is not None)
-    return StageAction(turn.direction, action.htask, action.chunk, 0), tasks

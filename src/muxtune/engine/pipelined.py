@@ -200,7 +200,8 @@ class PipelineExecutor(Executor):
         return self.stage.axis.stages
 
     def _score(self, flight: Flight) -> None:
-        """What follows the last layer: losses and, where the pass trains, the gradient that its way back starts with."""
+        """What follows the last layer: losses and, where the pass trains, the gradient that its way back has to begin
+        with."""
         batch, packed = flight.batch, flight.packed
         with torch.set_grad_enabled(batch.trains or batch.keep):
             if flight.hidden_TD is None:

@@ -22,6 +22,14 @@ def pair() -> Iterator[RankGroup]:
 
 
 @pytest.fixture(scope="session")
+def four() -> Iterator[RankGroup]:
+    """Four ranks."""
+    group = RankGroup(4)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny fp64 model of an architecture. Read-only."""
     return cache(lambda arch: tiny_folder(tmp_path_factory.mktemp("tiny") / arch, arch, dtype=torch.float64))

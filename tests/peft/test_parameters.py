@@ -111,3 +111,24 @@ def test_no_memory_for_them_is_said_as_such() -> None:
             FlatParameters({"w": (1 << 40,)}, torch.float32, torch.device("cpu"))
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, held)
+
+
+def test_what_is_kept_is_the_same_leaves_in_a_smaller_buffer() -> None:
+    parameters = _parameters()
+    for number, view in enumerate(parameters.views.values(), start=1):
+        with torch.no_grad():
+            view.copy_(number * torch.arange(view.numel()).view(view.shape))
+    before, leaves = parameters.export(), dict(parameters.views)
+    held = parameters.views
+    parameters.keep({"b", "d"})
+    assert held is parameters.views and set(held) == {"b", "d"}
+    assert parameters.values.numel() == parameters.gradient.numel() == 32
+    for name, view in parameters.views.items():
+        assert view is leaves[name] and torch.equal(view, before[name])
+        assert view.grad is not None and not view.grad.any()
+        view.grad += 3
+    assert float(parameters.gradient.sum()) == 3 * (14 + 1)
+    parameters.values.zero_()
+    assert not any(view.any() for view in parameters.views.values())
+    parameters.keep(())
+    assert parameters.values.numel() == 0 and not parameters.views

@@ -16,9 +16,11 @@ import numpy as np
 from muxtune.data.types import TokenSequence
 from muxtune.engine.decode import DecodeSource
 from muxtune.engine.executor import Executor, Source, TimesOf, by_rows
+from muxtune.engine.flights import StageRecord
 from muxtune.engine.followers import Followers, Nobody
 from muxtune.engine.limits import require_all_known
 from muxtune.engine.outcomes import merged
+from muxtune.engine.pipelined import PipelineExecutor
 from muxtune.engine.planning import Planning
 from muxtune.engine.preference import sequence_sums
 from muxtune.engine.references import Asked, References, Turn, asked_of, in_turn
@@ -28,6 +30,8 @@ from muxtune.models.backbone import Backbone
 from muxtune.models.probe import rows_invariant
 from muxtune.parallel.adapters import GradientSum, ShardedAdapter, sharded_adapter
 from muxtune.parallel.orchestrate import Record
+from muxtune.parallel.stage import ShardedStage, StagedBackbone
+from muxtune.parallel.staged import StagedAdapter, staged_adapter
 from muxtune.parallel.tensor import ShardedBackbone
 from muxtune.peft.base import Adapter
 from muxtune.peft.grouped import Rule, measured
@@ -71,7 +75,8 @@ class Engine:
         grouping: where adapters of a kind run as one; `never` is the twin, and the same to the bit.
         followers: told of each primitive before it runs, where other ranks hold parts of the backbone.
         together: hTasks that take turns in a round; on a backbone that is split over ranks their passes then overlap.
-        overlap: whether they do; without it they run one after another, the same to the bit.
+        overlap: whether they do, and on a stage of several whether passes are under way at once; without it they run
+            one after another, the same to the bit.
         times: what their passes take, from which the order follows in which they take turns: the same on all ranks.
     """
 
@@ -96,7 +101,8 @@ class Engine:
         self.backbone = backbone
         self._followers: Followers = followers or Nobody()
         self.tasks: dict[str, Task] = {}
-        self.sharded: dict[str, ShardedAdapter] = {}  # by task, where the backbone is split over ranks
+        self.sharded: dict[str, ShardedAdapter | StagedAdapter] = {}  # by task, where other ranks have parts of it
+        self._staged: dict[str, StagedAdapter] = {}  # those of a stage
         self.sources: dict[str, Source] = {}
         self.policy: Policy = policy
         self.planning = planning
@@ -108,16 +114,7 @@ class Engine:
         self._chunk_tokens = chunk_tokens
         self._plain = plain
         self.references = references or References()
-        self._executor = Executor(
-            backbone,
-            self.tasks,
-            self.sources,
-            self.references,
-            plain=plain,
-            grouping=grouping,
-            overlap=overlap,
-            times=times,
-        )
+        self._executor = self._executor_of(backbone, plain, grouping, overlap, times)
         self._together = together
         self._spared: set[str] = set()
         self._rounds = 0
@@ -144,11 +141,21 @@ class Engine:
     def _fresh(self, job: JobSpec) -> tuple[Adapter, Callable[[], float] | None]:
         """The job's adapter, and what its gradient needs before a step where other ranks have parts of it."""
         backbone, seed = self.backbone, job.seed
+        if isinstance(backbone, StagedBackbone | ShardedStage):
+            staged = staged_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device)
+            self.sharded[job.name] = self._staged[job.name] = staged
+            return staged.adapter, staged.norm
         if not isinstance(backbone, ShardedBackbone):
             return build_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device), None
         sharded = sharded_adapter(job.peft, backbone, seed=seed, dtype=backbone.dtype, device=backbone.device)
         self.sharded[job.name] = sharded
         return sharded.adapter, GradientSum(sharded)
+
+    def _executor_of(self, backbone: Backbone, plain: bool, grouping: Rule, overlap: bool, times: TimesOf) -> Executor:
+        of = self.tasks, self.sources, self.references
+        if isinstance(backbone, StagedBackbone | ShardedStage):
+            return PipelineExecutor(backbone, *of, staged=self._staged, plain=plain, grouping=grouping, overlap=overlap)
+        return Executor(backbone, *of, plain=plain, grouping=grouping, overlap=overlap, times=times)
 
     def check(self, job: JobSpec, data: Sequences) -> None:
         """What `attach` finds out of the data. Raises DataError."""
@@ -163,6 +170,7 @@ class Engine:
             found.drop_pending()
         del self.tasks[found.name]
         self.sharded.pop(found.name, None)
+        self._staged.pop(found.name, None)
         self._spared.discard(found.name)
         for source in (found.train_source, found.validation_source):
             del self.sources[source]
@@ -203,13 +211,11 @@ class Engine:
             self.planning.observe(record, self.tasks, self.sources)
         return record
 
-    def recorded(self, schedule: RoundSchedule, clock: Callable[[], float]) -> Record:
-        """Run a schedule on a backbone that is split over ranks; what its passes that train did when."""
-        self._executor.record = record = Record(clock)
-        try:
+    def recorded(self, schedule: RoundSchedule, clock: Callable[[], float]) -> Record | StageRecord:
+        """Run a schedule on a backbone that is split over ranks; what this one did when, by `clock`: of a stage all,
+        else the passes that trained."""
+        with self._executor.recording(clock) as record:
             self.execute(schedule)
-        finally:
-            self._executor.record = None
         return record
 
     @contextmanager

@@ -18,8 +18,10 @@ one it times actions with.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,7 @@ from muxtune.data.types import TokenSequence
 from muxtune.engine.cut import CutSequences
 from muxtune.engine.decode import DecodeSource, run_decode
 from muxtune.engine.failure import PassError, brief
+from muxtune.engine.flights import StageRecord
 from muxtune.engine.head import hooked_rows
 from muxtune.engine.limits import Ids, require_known
 from muxtune.engine.packing import ItemRows, PackedBatch, gathered, pack
@@ -77,7 +80,9 @@ def by_rows(batch: MicroBatch) -> PassTimes:
 class Executor:
     """Args: `tasks`, `sources`, `references` are read at each execute; `plain` selects the twin of every fast path;
     `grouping` says where adapters of a kind run as one. Of a backbone on several ranks: `overlap` lets passes of a slot
-    overlap, in an order that follows from `times`, the same on all ranks; `record` notes what ran when."""
+    overlap, in an order that follows from `times`, the same on all ranks."""
+
+    _takes_turns = True  # passes over layers that several ranks hold: each is cut at its exchanges
 
     def __init__(
         self,
@@ -92,10 +97,11 @@ class Executor:
         times: TimesOf = by_rows,
     ) -> None:
         self._backbone = backbone
-        self._subgraphs = Subgraphs(backbone) if isinstance(backbone, ShardedBackbone) and not plain else None
+        cut = self._takes_turns and isinstance(backbone, ShardedBackbone) and not plain
+        self._subgraphs = Subgraphs(cast("ShardedBackbone", backbone)) if cut else None
         self._overlap = overlap
         self._times = times
-        self.record: Record | None = None
+        self._record: Record | None = None
         self._tasks = tasks
         self._sources = sources
         self._references = references
@@ -103,6 +109,15 @@ class Executor:
         self._grouping = grouping
         self._cut = CutSequences()
         self._scored = Ledger()
+
+    @contextmanager
+    def recording(self, clock: Callable[[], float]) -> Iterator[Record | StageRecord]:
+        """Note what runs when, while the block lasts: passes that train."""
+        self._record = Record(clock)
+        try:
+            yield self._record
+        finally:
+            self._record = None
 
     def execute(self, schedule: RoundSchedule) -> RoundRecord:
         """Run every action in order.
@@ -115,24 +130,29 @@ class Executor:
         self._check(schedule)
         began = time.perf_counter()
         records: list[ActionRecord] = []
-        slot = range(0)
         try:
-            for slot in self._slots(schedule.actions):
-                actions = schedule.actions[slot.start : slot.stop]
-                if len(slot) == 1:
-                    records.append(self._run(slot.start, actions[0], began))
-                else:
-                    records += self._run_slot(slot.start, actions, began)
+            for done in self._ran(schedule, began):
+                records.append(done)
         except BaseException as error:
             self._drop_steps(schedule, len(records))
             if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
             record = RoundRecord(schedule, tuple(records), time.perf_counter() - began)
+            slot = next((slot for slot in self._slots(schedule.actions) if slot.start == len(records)), range(1))
             raise PassError(brief(error), record, len(slot)) from error
         finally:
             self._cut.drop()
             self._scored.drop()
         return RoundRecord(schedule, tuple(records), time.perf_counter() - began)
+
+    def _ran(self, schedule: RoundSchedule, began: float) -> Iterator[ActionRecord]:
+        """What each action came to, in the order of the schedule; those of a slot at once."""
+        for slot in self._slots(schedule.actions):
+            actions = schedule.actions[slot.start : slot.stop]
+            if len(slot) == 1:
+                yield self._run(slot.start, actions[0], began)
+            else:
+                yield from self._run_slot(slot.start, actions, began)
 
     def _run(self, index: int, action: Action, began: float) -> ActionRecord:
         start_s = time.perf_counter() - began
@@ -152,9 +172,11 @@ class Executor:
         """Several passes that train. What each took cannot be told apart from what it overlapped with: it is recorded
         with a share of the slot's time by its rows."""
         start_s = time.perf_counter() - began
-        passes = [self._packed(batch) for batch in actions if isinstance(batch, MicroBatch)]
-        self._train(passes)
-        done = [(self._finished(one), len(one.packed.rows.ids_T)) for one in passes]
+        passes = [_Pass(batch, self._packed(batch)) for batch in actions if isinstance(batch, MicroBatch)]
+        done = [
+            (self._finished(one.batch, one.packed, losses), len(one.packed.rows.ids_T))
+            for one, losses in zip(passes, self._train(passes), strict=True)
+        ]
         share_s = (time.perf_counter() - began - start_s) / sum(rows for _, rows in done)
         records = []
         for index, (items, rows) in enumerate(done, start=first):
@@ -212,27 +234,24 @@ class Executor:
     def _micro_batch(self, batch: MicroBatch) -> tuple[tuple[ItemOutcome, ...], int]:
         if all(item.kind == "decode" for item in batch.items):
             return (), run_decode(self._backbone, batch, self._tasks, self._sources, plain=self._plain)
-        one = self._packed(batch)
-        if batch.trains:
-            self._train([one])
-        else:
-            one.losses = self._forward(one.packed, batch)
-        return self._finished(one), len(one.packed.rows.ids_T) if not batch.resumes else 0
+        packed = self._packed(batch)
+        losses = self._train([_Pass(batch, packed)])[0] if batch.trains else self._forward(packed, batch)
+        return self._finished(batch, packed, losses), len(packed.rows.ids_T) if not batch.resumes else 0
 
-    def _packed(self, batch: MicroBatch) -> _Pass:
+    def _packed(self, batch: MicroBatch) -> PackedBatch:
         sources = {
             item.source: source
             for item in batch.items
             if not isinstance(source := self._sources[item.source], DecodeSource)
         }
         adapters = {item.task: self._tasks[item.task].adapter for item in batch.items if item.task is not None}
-        return _Pass(batch, pack(batch, sources, adapters, self._cut, self._backbone.device, self._precision))
+        return pack(batch, sources, adapters, self._cut, self._backbone.device, self._precision)
 
-    def _finished(self, one: _Pass) -> tuple[ItemOutcome, ...]:
-        assert one.losses is not None
-        for item in one.batch.items:
+    def _finished(self, batch: MicroBatch, packed: PackedBatch, losses: TokenLosses) -> tuple[ItemOutcome, ...]:
+        """What a pass that is back came to, added to the steps in progress."""
+        for item in batch.items:
             self._cut.ran(item)
-        outcomes = tuple(self._outcomes(one.packed, one.losses))
+        outcomes = tuple(self._outcomes(packed, losses))
         for outcome in outcomes:
             if outcome.kind == "train" and outcome.task is not None:
                 self._tasks[outcome.task].count(outcome)
@@ -242,38 +261,35 @@ class Executor:
     def _precision(self) -> torch.dtype:
         return torch.promote_types(self._backbone.dtype, torch.float32)
 
-    def _train(self, passes: Sequence[_Pass]) -> None:
+    def _train(self, passes: Sequence[_Pass]) -> list[TokenLosses]:
         """Forward and back, all of them together."""
         work = [self._parts(one) for one in passes]
         if len(work) == 1 or not self._overlap:
-            run_slot_plain(work, self.record)
-            return
-        layers = len(self._backbone.blocks)
-        run_slot(work, order_of([self._times(one.batch).both(layers) for one in passes]), self.record)
+            run_slot_plain(work, self._record)
+        else:
+            layers = len(self._backbone.blocks)
+            run_slot(work, order_of([self._times(one.batch).both(layers) for one in passes]), self._record)
+        return [one.losses for one in passes if one.losses is not None]
 
     def _parts(self, one: _Pass) -> list[Part]:
         batch = one.batch
         tasks = tuple(item.task for item in batch.items if item.task is not None)
         forth = StageAction("forward", batch.htask, batch.chunk, 0)
         back = StageAction("backward", batch.htask, batch.chunk, 0)
-        return [Part(forth, tasks, self._forth(one)), Part(back, tasks, self._back(one))]
+        return [Part(forth, tasks, self._pass_forth(one)), Part(back, tasks, self._pass_back(one))]
 
-    def _forth(self, one: _Pass) -> Steps[None]:
+    def _pass_forth(self, one: _Pass) -> Steps[None]:
         """Up to the losses and their gradient, which is what the way back begins with."""
         packed, batch = one.packed, one.batch
         if self._subgraphs is not None and not batch.keep:
             yield from self._through_layers(self._subgraphs, one)
         with torch.enable_grad():
             hidden_TD = self._hidden_of(one)
-            rows_UD, place_N = _gather(hidden_TD, packed)
+            rows_UD, place_N = gather(hidden_TD, packed)
         rows_ND = rows_UD.detach() if place_N is None else rows_UD.detach()[place_N]
         one.losses = self._losses(rows_ND, self._weighed(rows_ND, packed))
-        grad_UD = one.losses.grad_ND
-        assert grad_UD is not None
         if rows_UD.requires_grad:  # else nothing below the head is trained
-            if place_N is not None:
-                grad_UD = torch.zeros_like(rows_UD).index_add_(0, place_N, grad_UD)
-            one.ends = rows_UD, grad_UD
+            one.ends = rows_UD, gathered_gradient(one.losses, rows_UD, place_N)
 
     def _through_layers(self, subgraphs: Subgraphs, one: _Pass) -> Steps[None]:
         """Embedding and loss exchange too, but wait at once: they come once a pass, and all but the rows' gradient is
@@ -292,7 +308,7 @@ class Executor:
             return self._backbone.finish(one.between.last_TD, one.between.current)
         return self._cut.take(one.batch) if one.batch.keep else self._hidden(one.packed, one.batch.recompute)
 
-    def _back(self, one: _Pass) -> Steps[None]:
+    def _pass_back(self, one: _Pass) -> Steps[None]:
         if one.ends is None:
             return
         (rows_UD, grad_UD), one.ends = one.ends, None
@@ -423,13 +439,21 @@ def _passes(schedule: RoundSchedule) -> list[MicroBatch]:
     return [action for action in schedule.actions if isinstance(action, MicroBatch)]
 
 
-def _gather(hidden_TD: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor | None]:
+def gather(hidden_TD: Tensor, packed: PackedBatch) -> tuple[Tensor, Tensor | None]:
     """The rows that predict, each once, and which of them each trained position has where some have the same: gradients
     of a row are to be added in a fixed order."""
     if not packed.repeats:
         return hidden_TD[packed.predict_N], None
     row_U, place_N = packed.predict_N.unique(return_inverse=True)
     return hidden_TD[row_U], place_N
+
+
+def gathered_gradient(losses: TokenLosses, rows_UD: Tensor, place_N: Tensor | None) -> Tensor:
+    """Of the rows that `gather` found."""
+    assert losses.grad_ND is not None
+    if place_N is None:
+        return losses.grad_ND
+    return torch.zeros_like(rows_UD).index_add_(0, place_N, losses.grad_ND)
 
 
 def _ids_of(source: Source, index: int) -> Ids:

@@ -155,7 +155,7 @@ def _beyond(name: str, cut: int | None) -> bool:
 def check_finite(model: PreTrainedModel, layout: Layout) -> None:
     """Raises ModelError for the first weight that is not finite."""
     for name, parameter in model.named_parameters():
-        if parameter.numel():
+        if parameter.numel() and not parameter.is_meta:  # of another rank's part nothing is here
             low, high = torch.aminmax(parameter)
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 hint = "the file is damaged, or the weights do not fit into this dtype"

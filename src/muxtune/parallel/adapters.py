@@ -12,19 +12,20 @@ Legend: as in `muxtune.peft`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from muxtune.errors import AdapterError
+from muxtune.models.backbone import Backbone
 from muxtune.parallel.mesh import TensorAxis
 from muxtune.parallel.placement import Picked, Placement, Placements, own_part, places_in, put_part
 from muxtune.parallel.rules import rule_of
 from muxtune.parallel.slices import Slice
 from muxtune.parallel.tensor import ShardedBackbone
-from muxtune.peft.base import Adapter
+from muxtune.peft.base import Adapter, BackboneView
 from muxtune.peft.dora import DoraAdapter
 from muxtune.peft.pissa import PissaAdapter, blank, decomposed
 from muxtune.peft.registry import build_adapter
@@ -127,21 +128,32 @@ class GradientSum:
         return float((told[-1].double() + told[:start].double().square().sum() + whole).sqrt())
 
 
+def as_it_is(backbone: Backbone) -> BackboneView:
+    """All of a backbone."""
+    return backbone
+
+
 def sharded_adapter(
-    spec: PeftBase, backbone: ShardedBackbone, *, seed: int, dtype: torch.dtype, device: torch.device
+    spec: PeftBase,
+    backbone: ShardedBackbone,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    view: Callable[[Backbone], BackboneView] = as_it_is,
 ) -> ShardedAdapter:
-    """This rank's part of a fresh adapter, with the start values of `build_adapter` on one device. All ranks make
-    theirs together: some starts are measured by all.
+    """This rank's part of a fresh adapter, with the start values of `build_adapter` on one device; `view` says of what
+    in the backbone. All ranks make theirs together: some starts are measured by all.
 
     Raises AdapterError as that does, and for a type that has no rule here.
     """
     rule = rule_of(spec)
-    whole = build_adapter(spec, backbone.whole, seed=seed, dtype=dtype, device=torch.device("cpu"))
+    whole = build_adapter(spec, view(backbone.whole), seed=seed, dtype=dtype, device=torch.device("cpu"))
     if isinstance(spec, Shira):
         return _shira(whole, backbone, device)
     if isinstance(spec, Lora) and spec.pissa:
         return _pissa(spec, whole, backbone, device)
-    adapter = build_adapter(spec, backbone, seed=seed, dtype=dtype, device=device)
+    adapter = build_adapter(spec, view(backbone), seed=seed, dtype=dtype, device=device)
     sharded = _placed(adapter, rule(adapter, backbone), whole, backbone)
     if all(isinstance(placement, str) for placement in sharded.placements.values()):
         return sharded  # nothing of it is a part, so it starts as on one device, from weights that all ranks have

@@ -39,7 +39,7 @@ class TensorAxis:
         try:
             work = dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise _lost(self.rank, self.size, error) from error
+            raise rank_lost(self.rank, self.size, error) from error
         return Sum(value, self, work)
 
     def sum_(self, value: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class TensorAxis:
             try:
                 dist.all_reduce(value, op=how, group=self.group)
             except RuntimeError as error:
-                raise _lost(self.rank, self.size, error) from error
+                raise rank_lost(self.rank, self.size, error) from error
         return value
 
 
@@ -77,7 +77,7 @@ class Sum:
             try:
                 self.work.wait()
             except RuntimeError as error:
-                raise _lost(self.axis.rank, self.axis.size, error) from error
+                raise rank_lost(self.axis.rank, self.axis.size, error) from error
             self.work = None
 
     def time_with(self, clock: Callable[[], float]) -> None:
@@ -105,7 +105,7 @@ def join(rank: int, size: int, *, meeting: str, timeout_s: float) -> TensorAxis:
             "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
     except (RuntimeError, OSError) as error:
-        raise _lost(rank, size, error) from error
+        raise rank_lost(rank, size, error) from error
     return TensorAxis(rank, size, dist.group.WORLD)
 
 
@@ -115,7 +115,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _lost(rank: int, size: int, error: BaseException) -> RankError:
+def rank_lost(rank: int, size: int, error: BaseException) -> RankError:
+    """What an exchange that has failed comes to."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return RankError(
         f"another of the {size} ranks has died or does not answer ({said[:200]})",

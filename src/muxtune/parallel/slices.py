@@ -1,9 +1,9 @@
 """Loading a rank's part of a model: only its slices of each weight file are read, so no rank ever holds the whole.
 
 The module tree is built without memory; each of its parameters is then read in the ranges that the rank holds of its
-BaseOp (`muxtune.parallel.shard`), and takes the place of the empty one. Row-parallel ranges of a matrix lie scattered
-in the file: safetensors maps it and copies the ranges alone. What the folder lacks, or has but nothing uses, stops the
-load as it does on one device (`muxtune.models.weights`).
+BaseOp (`muxtune.parallel.shard`), and takes the place of the empty one. Those of other stages of a pipeline stay empty.
+Row-parallel ranges of a matrix lie scattered in the file: safetensors maps it and copies the ranges alone. What the
+folder lacks, or has but nothing uses, stops the load as it does on one device (`muxtune.models.weights`).
 
 The boundary: files in, a module tree out whose linears are as wide as the rank's part. How it runs is the business of
 `muxtune.parallel.tensor`.
@@ -12,7 +12,7 @@ The boundary: files in, a module tree out whose linears are as wide as the rank'
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +54,16 @@ class Slice:
         return torch.cat([whole.narrow(self.dim, own.start, len(own)) for own in self.ranges], dim=self.dim)
 
 
-def whole_of(layout: Layout, layers: int | None) -> Backbone:
-    """The model of a folder without memory for its weights. Raises ModelError where it cannot be split here."""
+def everything(name: str) -> bool:
+    """Of a rank that holds a part of each module."""
+    return True
+
+
+def whole_of(layout: Layout, layers: int | None, *, split: bool = True) -> Backbone:
+    """The model of a folder without memory for its weights. Raises ModelError where its operators are to be `split`
+    and cannot be here."""
     config = training_config(layout, layers)
-    if config.model_type not in FAMILIES:
+    if split and config.model_type not in FAMILIES:
         raise ModelError(
             f"model type {config.model_type!r} cannot be split over ranks yet",
             where=str(layout.path),
@@ -97,13 +103,22 @@ def load_part(
     dtype: torch.dtype,
     device: torch.device,
     layers: int | None = None,
+    held: Callable[[str], bool] = everything,
 ) -> PreTrainedModel:
-    """The rank's part as a model of the family, frozen, without dropout. Raises ModelError as `load_model` does."""
+    """The rank's part as a model of the family, frozen, without dropout. Parameters that are not `held`, by their full
+    names, stay without memory; a tied weight is where one of its names is held. Raises ModelError as `load_model`."""
     model = skeleton_of(whole.config)
     entries = _by_parameter(model, layout)
     missing, mismatched, used = [], [], set()
     done: dict[int, nn.Parameter] = {}  # a tied weight is read once
+    here = {id(empty) for name, _, _, empty in _parameters(model) if held(name)}
     for name, module, leaf, empty in _parameters(model):
+        if id(empty) not in here:  # it is as wide as it is on the ranks that hold it
+            own = _slice_of(name, module, leaf, cuts)
+            if own is not None:
+                module._parameters[leaf] = nn.Parameter(own.of(empty), requires_grad=False)
+            used.add(name)
+            continue
         if id(empty) not in done:
             entry = entries.get(name)
             if entry is None:
@@ -124,7 +139,7 @@ def load_part(
     }
     check_complete(model, info, layout, cut=layers)
     _tell_widths(model, whole)
-    _make_buffers(model, device)
+    _make_buffers(model, dtype, device, held)
     check_finite(model, layout)
     return model.eval()
 
@@ -195,15 +210,23 @@ def _tell_widths(model: PreTrainedModel, whole: Backbone) -> None:
                 attention.num_heads = module.out_features // head_width
 
 
-def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def _make_buffers(
+    model: PreTrainedModel, dtype: torch.dtype, device: torch.device, held: Callable[[str], bool]
+) -> None:
     """What modules compute from the config when they are made, such as rotary frequencies: made anew, with memory."""
     for name, module in list(model.named_modules()):
         own = dict(module.named_buffers(recurse=False))
-        if not any(buffer.is_meta for buffer in own.values()) or isinstance(module, nn.Embedding):
-            continue  # an embedding's scale comes with `muxtune.parallel.vocabulary`
+        if not any(buffer.is_meta and held(f"{name}.{leaf}") for leaf, buffer in own.items()):
+            continue
         with torch.device(device):
-            fresh = type(module)(model.config)
-        made = dict(fresh.named_buffers(recurse=False))
+            made = _scale_of(module, dtype) or dict(type(module)(model.config).named_buffers(recurse=False))
         assert made.keys() == own.keys(), f"{name} does not come from its config alone"
         for leaf, buffer in made.items():
             module.register_buffer(leaf, buffer, persistent=leaf not in module._non_persistent_buffers_set)
+
+
+def _scale_of(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The one buffer that does not come from the config: the scale of Gemma's embedding, which also keeps it as a
+    number. It is as precise as the model, as where transformers loads it."""
+    scale = getattr(module, "scalar_embed_scale", None)
+    return {"embed_scale": torch.tensor(scale, dtype=dtype)} if scale is not None else {}

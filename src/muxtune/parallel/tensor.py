@@ -87,7 +87,7 @@ class ShardedBackbone(Backbone):
         cuts: Mapping[str, Cut],
     ) -> None:
         self.whole, self.axis, self.sizes, self.part, self.cuts = whole, axis, sizes, part, cuts
-        _split_embedding(model, part.entries, axis)
+        self._place_embedding(model)
         super().__init__(model, "transformers")
         # what hooks the embedding hooks whole rows, behind the sum, by the ids of all entries
         self.embedding.entries = self.embedding.in_features = sizes.vocabulary
@@ -97,6 +97,10 @@ class ShardedBackbone(Backbone):
         )
         self.row_parallel: dict[str, RowParallel] = {}
         self._exchange()
+
+    def _place_embedding(self, model: PreTrainedModel) -> None:
+        """Put the rank's part in the place of the embedding, before the model is taken up."""
+        _split_embedding(model, self.part.entries, self.axis)
 
     def _exchange(self) -> None:
         """Put f before the column-parallel linears and g behind the row-parallel ones."""

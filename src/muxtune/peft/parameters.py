@@ -79,6 +79,21 @@ class FlatParameters:
         """Views of another buffer of this size (an optimizer's moment, say), by parameter."""
         return {name: self._placed(buffer, name, tuple(leaf.shape)) for name, leaf in self.views.items()}
 
+    @torch.no_grad()
+    def keep(self, names: Collection[str]) -> None:
+        """Forget all but these, memory and all. The leaves that stay are the same ones; views of them are not."""
+        kept = {name: leaf for name, leaf in self.views.items() if name in names}
+        shapes = {name: tuple(leaf.shape) for name, leaf in kept.items()}
+        made = FlatParameters(shapes, self.values.dtype, self.values.device, columns_first=self._columns_first)
+        for name in self.views.keys() - kept.keys():
+            del self.views[name]
+        self._offsets = made._offsets
+        for name, leaf in kept.items():
+            made.views[name].copy_(leaf)
+            leaf.data = self._placed(made.values, name, shapes[name])
+            leaf.grad = self._placed(made.gradient, name, shapes[name])
+        self.values, self.gradient = made.values, made.gradient
+
     def zero_gradient(self) -> None:
         self.gradient.zero_()
 

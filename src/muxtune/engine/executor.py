@@ -37,6 +37,7 @@ from muxtune.errors import StateError
 from muxtune.models.attach import Pass
 from muxtune.models.attention import AttentionContext
 from muxtune.models.backbone import Backbone
+from muxtune.models.denormals import flushing
 from muxtune.models.loss import TokenLosses, token_losses, token_losses_plain
 from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import RowKeys, row_keys
@@ -93,8 +94,9 @@ class Executor:
         began = time.perf_counter()
         records: list[ActionRecord] = []
         try:
-            for index, action in enumerate(schedule.actions):
-                records.append(self._run(index, action, began))
+            with flushing(self._backbone.flushes):
+                for index, action in enumerate(schedule.actions):
+                    records.append(self._run(index, action, began))
         except BaseException as error:
             self._drop_steps(schedule, len(records))
             if not isinstance(error, Exception):

@@ -13,6 +13,7 @@ from muxtune.engine.engine import Engine
 from muxtune.engine.task import Sequences, Task
 from muxtune.models import attention
 from muxtune.models.backbone import Backbone
+from muxtune.models.head_rows import SLICE_ROWS
 from muxtune.plan.types import MicroBatch
 from tests.engine.build import backbone_of, exact
 from tests.engine.cast import ARCHS, cast
@@ -74,7 +75,9 @@ def test_each_weight_is_read_once_forward_and_once_backward(arch: str) -> None:
     with Products(weights | {"head": backbone.head.weight_VD}, backbone.model) as seen:
         rows = _rows(engine, tasks)
     assert {name: seen.rows[name] for name in weights} == dict.fromkeys(weights, rows)
-    assert dict(seen.reads) == dict.fromkeys([*weights, "head"], 2)  # a prompt lies below all of them
+    trained = sum(sequence.trained_tokens for task in tasks for sequence in task.data.train)
+    slices = -(-trained // SLICE_ROWS)
+    assert dict(seen.reads) == {**dict.fromkeys(weights, 2), "head": 2 * slices}  # a prompt lies below all of them
 
 
 @pytest.mark.parametrize("arch", ARCHS)

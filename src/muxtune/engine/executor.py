@@ -43,6 +43,7 @@ from muxtune.errors import RankError, StateError
 from muxtune.models.attach import Pass
 from muxtune.models.attention import AttentionContext
 from muxtune.models.backbone import Backbone
+from muxtune.models.denormals import flushing
 from muxtune.models.loss import TokenLosses, token_losses, token_losses_plain
 from muxtune.parallel.orchestrate import Part, PassTimes, Record, order_of, run_slot, run_slot_plain
 from muxtune.parallel.steps import Steps
@@ -131,8 +132,9 @@ class Executor:
         began = time.perf_counter()
         records: list[ActionRecord] = []
         try:
-            for done in self._ran(schedule, began):
-                records.append(done)
+            with flushing(self._backbone.flushes):
+                for done in self._ran(schedule, began):
+                    records.append(done)
         except BaseException as error:
             self._drop_steps(schedule, len(records))
             if not isinstance(error, Exception) or isinstance(error, RankError):

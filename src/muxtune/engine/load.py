@@ -9,7 +9,7 @@ import torch
 from muxtune.errors import ConfigError
 from muxtune.models import attention
 from muxtune.models.backbone import Backbone, BlockChoice
-from muxtune.models.denormals import flush_denormals
+from muxtune.models.denormals import threads_flush
 from muxtune.models.probe import check_support, model_logits
 from muxtune.models.sources import ModelFolder
 from muxtune.models.weights import load_model
@@ -30,14 +30,13 @@ def load_backbone(
     block: BlockChoice = "auto",
 ) -> Backbone:
     """Load, freeze and probe. `num_hidden_layers` keeps the first layers only, for fast checks; `block` is as for
-    `Backbone`. On a CPU this thread takes denormal numbers as zero from here on, where all its workers do.
+    `Backbone`. On a CPU this begins the intra-op threads (`muxtune.models.denormals`).
 
     Raises ModelError where the model cannot be read or would be trained wrong, ConfigError where the device is not
     there.
     """
     place = choose_device(device)
-    if place.type == "cpu":
-        flush_denormals()
+    flushes = place.type == "cpu" and threads_flush()
     attention.register()
     model = load_model(
         folder,
@@ -48,6 +47,7 @@ def load_backbone(
     )
     expected = model_logits(model, model.get_output_embeddings().weight.shape[0])
     backbone = Backbone(model, block)
+    backbone.flushes = flushes
     check_support(backbone, expected)
     return backbone
 

@@ -35,6 +35,7 @@ from muxtune.engine.interleaved import Clock, Parts, Stopwatch, Trial
 from muxtune.engine.pieces import EntryTrial, HeadTrial, OptimizerTrial, RefreshTrial, ShardedTrial, shardable
 from muxtune.errors import MuxTuneError
 from muxtune.models.backbone import Backbone
+from muxtune.models.denormals import flushing
 from muxtune.models.memory import Footprint
 from muxtune.peft.base import Adapter
 from muxtune.peft.registry import build_adapter
@@ -81,6 +82,11 @@ def measure(
     Takes about `budget_s` - by default `BUDGET_S`, and less for a model whose layers are small - or longer where two
     runs of everything do.
     """
+    with flushing(backbone.flushes):
+        return _measured(backbone, budget_s, clock, model)
+
+
+def _measured(backbone: Backbone, budget_s: float | None, clock: Clock, model: str) -> OperatorTable:
     before = used()
     watch = Stopwatch(clock, backbone.device, _budget_s(backbone) if budget_s is None else budget_s)
     layer, attention = _layers(backbone, watch)

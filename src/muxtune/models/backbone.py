@@ -106,7 +106,12 @@ class Backbone:
 
     `block` is what is to run a layer: `auto` is `fast` for a model that it knows, else `transformers`; the attribute
     says which it is. Raises ModelError where the model's parts cannot be found, and where `fast` does not know them.
+
+    Attributes:
+        flushes: whether passes take denormal numbers as zero, as all intra-op threads do (`muxtune.models.denormals`).
     """
+
+    flushes = False
 
     def __init__(self, model: PreTrainedModel, block: BlockChoice = "auto") -> None:
         self.model = model.eval().requires_grad_(False)

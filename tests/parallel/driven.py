@@ -52,8 +52,9 @@ def _drive(axis: TensorAxis, run: RunSpec, cache: Path, options: dict[str, bool]
         if axis.rank:
             Follower(channel, axis, cache_dir=cache).run()
             return Driven()
-        ranks = Ranks(channel, axis, RankLayout(axis.size), here=axis.size, pulse_s=5)
-        run = run.model_copy(update={"tp": axis.size})
+        layout = RankLayout(axis.size // run.pp, run.pp)
+        ranks = Ranks(channel, axis, layout, here=axis.size, timeout_s=20)
+        run = run.model_copy(update={"tp": layout.tp, "pp": layout.pp})
         stop = stop_after(rounds) if rounds is not None else lambda: False
         with ranks.leading():
             training = TrainingRun(run, cache_dir=cache, ranks=ranks, stop=stop, **options)

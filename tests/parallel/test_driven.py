@@ -123,6 +123,19 @@ def test_each_goes_on_with_what_the_other_began(
     _assert_close(Path(third.output_dir), together, 0)
 
 
+def test_two_stages_leave_what_one_device_leaves_and_go_on_with_what_it_began(
+    pair: RankGroup, folder: Folder, data: Path, cache: Path, tmp_path: Path, alone: Path
+) -> None:
+    staged = _run(folder, data, tmp_path / "staged").model_copy(update={"pp": 2})
+    assert [one.error for one in _drive(pair, staged, cache)] == ["", ""]
+    _assert_close(tmp_path / "staged", alone, TOLERANCE)
+    first = _run(folder, data, tmp_path / "first")
+    train(first, cache_dir=cache, stop=stop_after(2))
+    assert [one.error for one in _drive(pair, first.model_copy(update={"pp": 2}), cache, 4, resume=True)] == ["", ""]
+    assert [one.error for one in _drive(pair, first, cache, resume=True)] == ["", ""]
+    _assert_close(tmp_path / "first", alone, TOLERANCE)
+
+
 def test_ranks_go_on_with_what_the_fast_block_began(
     pair: RankGroup, folder: Folder, data: Path, cache: Path, tmp_path: Path, alone: Path
 ) -> None:

@@ -29,7 +29,6 @@ from muxtune.parallel.mesh import TensorAxis, join, leave
 from muxtune.spec.run import RunSpec
 
 _SAME = ("muxtune", "torch", "transformers")
-_PULSES = 4  # within a timeout
 _SLACK = 1.25  # where a starter watches, it is the one to say who does not answer
 
 
@@ -40,7 +39,7 @@ def leading(place: RankPlace, run: RunSpec, layout: RankLayout, timeout_s: float
         channel, axis = _meet(place, run, timeout_s)
     except RankError as error:
         raise place.diagnose(error) from error
-    ranks = Ranks(channel, axis, layout, here=place.here, pulse_s=timeout_s / _PULSES, diagnose=place.diagnose)
+    ranks = Ranks(channel, axis, layout, here=place.here, timeout_s=timeout_s, diagnose=place.diagnose)
     try:
         with ranks.leading():
             yield ranks

@@ -92,7 +92,15 @@ class Follower:
             )
         dtype, device = getattr(torch, order["dtype"]), torch.device(order["device"])
         layout = RankLayout(order["tp"], order["pp"])
-        backbone = load_held(base, self._axis, layout, dtype=dtype, device=device, layers=order["layers"])
+        backbone = load_held(
+            base,
+            self._axis,
+            layout,
+            dtype=dtype,
+            device=device,
+            layers=order["layers"],
+            timeout_s=order["timeout_s"],
+        )
         self._engine = Engine(backbone, plain=order["plain"], references=self._references)
 
     def _attach(self, order: Message, tensors: _Tensors, outcome: Outcome) -> None:

@@ -15,8 +15,11 @@ from muxtune.models.sources import ModelFolder
 from muxtune.models.weights import load_model
 from muxtune.parallel.layout import RankLayout
 from muxtune.parallel.mesh import TensorAxis
+from muxtune.parallel.pipe import make_mesh
+from muxtune.parallel.stage import ShardedStage, StagedBackbone, load_stage
 from muxtune.parallel.tensor import ShardedBackbone, load_sharded
 
+HeldBackbone = ShardedBackbone | StagedBackbone | ShardedStage  # a part of a model; `whole` is all, without memory
 DTypeName = Literal["auto", "fp32", "bf16", "fp64"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -60,10 +63,16 @@ def load_held(
     dtype: torch.dtype,
     device: torch.device,
     layers: int | None,
-) -> ShardedBackbone:
-    """What this rank, of all on `axis`, holds of a model that a layout splits; not probed. Raises as `load_sharded`."""
-    assert layout.size == axis.size and layout.pp == 1, layout
-    return load_sharded(folder.path, axis, dtype=dtype, device=device, num_hidden_layers=layers)
+    timeout_s: float,
+) -> HeldBackbone:
+    """What this rank, of all on `axis`, holds of a model that a layout splits; not probed. `timeout_s`: of what stages
+    send each other. Raises as `load_sharded` and `load_stage`."""
+    assert layout.size == axis.size, layout
+    if layout.pp == 1:
+        return load_sharded(folder.path, axis, dtype=dtype, device=device, num_hidden_layers=layers)
+    mesh = make_mesh(axis, tp=layout.tp, pp=layout.pp, timeout_s=timeout_s)
+    block: BlockChoice = "transformers"  # as where layers are split, so that a layout is no matter of the block
+    return load_stage(folder.path, mesh, dtype=dtype, device=device, num_hidden_layers=layers, block=block)
 
 
 def choose_device(name: str) -> torch.device:

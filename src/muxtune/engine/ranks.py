@@ -20,7 +20,7 @@ from torch import Tensor
 from muxtune.engine.agreement import agree
 from muxtune.engine.decode import DecodeSource
 from muxtune.engine.followers import Announced, Outcome, Source
-from muxtune.engine.load import DTypeName, choose_device, choose_dtype, load_held
+from muxtune.engine.load import DTypeName, HeldBackbone, choose_device, choose_dtype, load_held
 from muxtune.engine.orders import new_tokens, reference_values, tensors_of
 from muxtune.engine.references import References
 from muxtune.engine.task import Sequences, Task
@@ -31,17 +31,18 @@ from muxtune.models.sources import ModelFolder
 from muxtune.parallel.channel import Channel, Message, Pulse
 from muxtune.parallel.layout import RankLayout
 from muxtune.parallel.mesh import TensorAxis
-from muxtune.parallel.tensor import ShardedBackbone
 from muxtune.plan.trace import schedule_line
 from muxtune.plan.types import RoundSchedule
 from muxtune.spec.job import JobSpec
+
+_PULSES = 4  # within a timeout
 
 
 class Ranks:
     """Args:
     channel, axis: how all ranks speak, and those that hold a layer together.
     here: how many of the ranks share this machine's memory.
-    pulse_s: how often a sign of life is sent while nothing else is.
+    timeout_s: how long a rank may be silent; a sign of life is sent more often while nothing else is.
     diagnose: says more of a lost rank, where somebody knows (who has started the ranks, say).
     """
 
@@ -52,7 +53,7 @@ class Ranks:
         layout: RankLayout,
         *,
         here: int,
-        pulse_s: float,
+        timeout_s: float,
         diagnose: Callable[[RankError], RankError] = lambda error: error,
     ) -> None:
         self.layout = layout
@@ -61,8 +62,9 @@ class Ranks:
         self._channel = channel
         self._diagnose = diagnose
         self._lock = threading.Lock()
-        self._pulse = Pulse(channel, self._lock, pulse_s)
-        self._backbone: ShardedBackbone | None = None
+        self._timeout_s = timeout_s
+        self._pulse = Pulse(channel, self._lock, timeout_s / _PULSES)
+        self._backbone: HeldBackbone | None = None
         self._sharded: Mapping[str, HeldAdapter] = {}
         self._lost: RankError | None = None
 
@@ -84,7 +86,7 @@ class Ranks:
         layers: int | None,
         threads: int | None,
         plain: bool,
-    ) -> ShardedBackbone:
+    ) -> HeldBackbone:
         """This rank's part, while each of the others loads its own. Raises as `load_held`, and ConfigError for
         another device than the CPU."""
         place = choose_device(device)
@@ -102,9 +104,18 @@ class Ranks:
             "plain": plain,
             "tp": self.layout.tp,
             "pp": self.layout.pp,
+            "timeout_s": self._timeout_s,
         }
         with self._together(told):
-            self._backbone = load_held(base, self.axis, self.layout, dtype=precision, device=place, layers=layers)
+            self._backbone = load_held(
+                base,
+                self.axis,
+                self.layout,
+                dtype=precision,
+                device=place,
+                layers=layers,
+                timeout_s=self._timeout_s,
+            )
         return self._backbone
 
     @property

@@ -89,7 +89,7 @@ class TrainingRun:
 
     @property
     def layout(self) -> RankLayout:
-        """Over how many ranks the base model is split. Raises ConfigError for what no engine can do."""
+        """Over how many ranks the base model is split."""
         return layout_of(self.run.tp, self.run.pp)
 
     def plan(self) -> tuple[list[PlannedJob], list[Failure]]:

@@ -29,7 +29,7 @@ def layout_of(tp: int, pp: int, started: int | None = None) -> RankLayout:
     """What a run asks for, where `started` ranks are there already (None: not yet).
 
     Where the run asks for nothing, all that have been started hold each layer together. Raises ConfigError where the
-    numbers do not go together, or for what no engine can do yet.
+    numbers do not go together.
     """
     if started is not None and tp == pp == 1:
         tp = started
@@ -40,6 +40,4 @@ def layout_of(tp: int, pp: int, started: int | None = None) -> RankLayout:
             where="tp" if tp > 1 else "pp",
             hint="start as many, or leave tp and pp out: then all of them hold each layer together",
         )
-    if layout.pp > 1:
-        raise ConfigError(f"{layout.pp} stages are not supported yet", where="pp", hint="pp: 1, and tp for more ranks")
     return layout

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from muxtune.cli.errors import print_error
-from muxtune.errors import MuxTuneError
+from muxtune.errors import ConfigError, MuxTuneError
 
 if TYPE_CHECKING:
     from muxtune.cli.interrupt import StopSignal
@@ -33,6 +33,7 @@ Sets = Annotated[
 ]
 INTERRUPTED = 130
 RANK_TIMEOUT_S = 300.0
+_RANKS, _RANKS_A_CORE = 8, 2  # that may be started on one machine
 _STOPPING = "stopping at the end of this step; Ctrl-C again stops at once"
 _ENDING = "stopping; nothing is being trained yet"
 
@@ -102,9 +103,16 @@ def train(
 def _start(
     size: int, config: str, sets: Sequence[str], switches: Mapping[str, bool], run: RunSpec, timeout_s: float
 ) -> int:
-    """Have as many ranks carry out the same command."""
+    """Have as many ranks carry out the same command. Raises ConfigError for more than this machine should start."""
     from muxtune.cli.starter import Starter
 
+    cores = os.cpu_count() or 1
+    if size > max(_RANKS, cores * _RANKS_A_CORE):
+        raise ConfigError(
+            f"{size} ranks are too many for a machine with {cores} core{'s' * (cores > 1)}: each is a process",
+            where="tp, pp",
+            hint="fewer ranks, or more machines, with torchrun: docs/distributed.md",
+        )
     arguments = ["train", config, *(f"--set={one}" for one in sets), f"--rank-timeout={timeout_s:g}"]
     arguments += [name for name, given in switches.items() if given]
     return Starter(size, arguments, Path(run.output_dir), timeout_s).run(os.environ)

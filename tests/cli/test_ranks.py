@@ -175,7 +175,7 @@ def test_what_does_not_go_together_is_said_before_anything_starts(
     config, folder = _config(project, tiny_llama, "refused")
     refused = shell.run("train", config, "--tp", "20", "--pp", "200")
     assert refused.code == 2 and "tp, pp: 4000 ranks are too many for a machine with" in refused.err
-    stages = shell.run("train", config, "--pp", "3")
+    stages = shell.run("train", config, "--pp", "3", "--set", f"output_dir={folder}-stages")
     assert stages.code == 2 and "pp: 3 stages, but the model has 2 layers" in stages.err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}

@@ -68,11 +68,16 @@ def load_held(
     """What this rank, of all on `axis`, holds of a model that a layout splits; not probed. `timeout_s`: of what stages
     send each other. Raises as `load_sharded` and `load_stage`."""
     assert layout.size == axis.size, layout
+    flushes = device.type == "cpu" and threads_flush()
+    backbone: HeldBackbone
     if layout.pp == 1:
-        return load_sharded(folder.path, axis, dtype=dtype, device=device, num_hidden_layers=layers)
-    mesh = make_mesh(axis, tp=layout.tp, pp=layout.pp, timeout_s=timeout_s)
-    block: BlockChoice = "transformers"  # as where layers are split, so that a layout is no matter of the block
-    return load_stage(folder.path, mesh, dtype=dtype, device=device, num_hidden_layers=layers, block=block)
+        backbone = load_sharded(folder.path, axis, dtype=dtype, device=device, num_hidden_layers=layers)
+    else:
+        mesh = make_mesh(axis, tp=layout.tp, pp=layout.pp, timeout_s=timeout_s)
+        block: BlockChoice = "transformers"  # as where layers are split, so that a layout is no matter of the block
+        backbone = load_stage(folder.path, mesh, dtype=dtype, device=device, num_hidden_layers=layers, block=block)
+    backbone.flushes = flushes
+    return backbone
 
 
 def choose_device(name: str) -> torch.device:

@@ -60,6 +60,8 @@ from muxtune.spec.event import StepResult, TaskEvent
 from muxtune.spec.job import JobSpec
 from muxtune.spec.policy import Policy
 
+_TAKE_TURNS = 2  # hTasks whose passes overlap where ranks hold layers together: one computes, one's sums travel
+
 
 class LocalEngine(Engine):
     """Args:
@@ -130,6 +132,7 @@ class LocalEngine(Engine):
             keep_tokens=keep_tokens,
             references=References(ReferenceCache(cache / "references"), ground),
             followers=ranks,
+            together=_TAKE_TURNS if ranks is not None and ranks.layout.pp == 1 else 1,
         )
         self._ranks = ranks
         if ranks is not None:

@@ -12,7 +12,7 @@ import torch
 
 from muxtune.engine import interleaved, profiler
 from muxtune.engine.chain import DEPTH
-from muxtune.engine.interleaved import Stopwatch, spread_of, typical
+from muxtune.engine.interleaved import Stopwatch, settled, spread_of, typical
 from muxtune.engine.pieces import ShardedTrial, shardable
 from muxtune.engine.profiler import ADAPTERS, SHORTEST, _parted, measure
 from muxtune.models.backbone import Backbone
@@ -157,6 +157,19 @@ def test_turns_go_on_until_the_budget_is_spent_and_long_trials_take_few() -> Non
 def test_a_burst_and_one_lucky_run_do_not_count() -> None:
     assert typical([(1.0, 5.0), (1.1, 5.1), (9.0, 5.2), (1.2, 50.0), (0.2, 5.3)]) == (1.1, 5.2)
     assert typical([(2.0,), (1.0,)]) == (1.0,)
+
+
+def test_rows_that_were_dearer_than_fewer_are_timed_again() -> None:
+    """A burst goes; what is dearer every time stays; nothing else runs."""
+    ran = []
+
+    def trial(rows: int, seconds: float) -> interleaved.Trial:
+        return lambda: (ran.append(rows), (seconds / 2, seconds / 2))[1]
+
+    found = {64: (0.5, 0.5), 128: (0.9, 0.9), 256: (2.4, 2.4), 512: (3.4, 3.4), 1024: (9.0, 9.0)}
+    trials = {64: trial(64, 9), 128: trial(128, 9), 256: trial(256, 3.5), 512: trial(512, 9), 1024: trial(1024, 19)}
+    assert settled(found, trials) == {**found, 256: (1.75, 1.75)}
+    assert ran == [256] * 3 + [1024] * 3
 
 
 def test_repeats_that_are_far_apart_are_seen() -> None:

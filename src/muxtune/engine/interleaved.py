@@ -23,6 +23,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 LEAST, MOST = 2, 15  # counted runs of each trial; in a hurry at least one
 HURRIED_S = 1.0  # a budget that is less
+_DEARER, _AGAIN = 1.08, 3  # a row than in a smaller pass; how often such a trial runs again
 _LONG, _TOO_LONG = 0.02, 0.2  # of the budget, for one run: no more than `LEAST`; none at all
 
 
@@ -77,6 +78,18 @@ class Stopwatch:
                 break
             found[name] = parts, seconds > _LONG * self.budget_s and not self.hurried
         return found
+
+
+def settled(found: Mapping[int, Parts], trials: Mapping[int, Trial]) -> dict[int, Parts]:
+    """Seconds by rows, with those timed again that took more for each row than fewer rows did: it was a burst of what
+    others do, which is gone, or it stays so. Fused passes would be called dear for it."""
+    least_s, kept = float("inf"), dict(found)
+    for rows in sorted(found):
+        if sum(found[rows]) / rows > _DEARER * least_s:
+            again = typical([trials[rows]() for _ in range(_AGAIN)])
+            kept[rows] = min(found[rows], again, key=sum)
+        least_s = min(least_s, sum(kept[rows]) / rows)
+    return kept
 
 
 def typical(runs: Sequence[Parts]) -> Parts:

@@ -31,7 +31,7 @@ import torch
 
 from muxtune.engine.bystanders import others_since, used
 from muxtune.engine.chain import DEPTH, ChainTrial, FirstLayers
-from muxtune.engine.interleaved import Clock, Parts, Stopwatch, Trial
+from muxtune.engine.interleaved import Clock, Parts, Stopwatch, Trial, settled
 from muxtune.engine.pieces import EntryTrial, HeadTrial, OptimizerTrial, RefreshTrial, ShardedTrial, shardable
 from muxtune.errors import MuxTuneError
 from muxtune.models.backbone import Backbone
@@ -159,6 +159,9 @@ def _layers(backbone: Backbone, watch: Stopwatch) -> tuple[Directions, Direction
         (rows, own): ChainTrial(backbone, [own] * (rows // own), watch) for rows, own in sorted(cells)
     }
     found = watch.timed(trials, share=_LAYERS, growing=True)
+    cell = {rows: (rows, min(rows, short)) for rows in ROWS if (rows, min(rows, short)) in found}
+    again = settled({rows: found[own] for rows, own in cell.items()}, {rows: trials[own] for rows, own in cell.items()})
+    found |= {cell[rows]: parts for rows, parts in again.items()}
     forward, backward = (_parted({cell: run[part] for cell, run in found.items()}, short) for part in (0, 1))
     return Directions(forward[0], backward[0]), Directions(forward[1], backward[1])
 

@@ -22,7 +22,7 @@ from muxtune.errors import AdapterError, RankError, StateError
 from muxtune.models import attention
 from muxtune.models.backbone import Backbone
 from muxtune.models.weights import load_model
-from muxtune.parallel.chain import LayerChain
+from muxtune.parallel.chain import WholeLayers
 from muxtune.parallel.mesh import TensorAxis
 from muxtune.parallel.stage import load_stage
 from muxtune.parallel.steps import Steps
@@ -41,7 +41,7 @@ from tests.parallel.trained import Options, assert_equal, folder_of, mesh_of, on
 _TRIALS = [PeftTrial(f"t{number}", Lora(r=2), [9, 20, 7, 12], seed=number, chunk_tokens=24) for number in range(4)]
 
 
-_Way = Callable[[LayerChain, Tensor], Steps[Tensor | None]]
+_Way = Callable[[WholeLayers, Tensor], Steps[Tensor | None]]
 
 
 def _engine(axis: TensorAxis, path: Path, **options: bool) -> Engine:
@@ -55,14 +55,14 @@ def _slowed(seed: int, least_s: float, most_s: float) -> Iterator[None]:
     draw = random.Random(seed)
 
     def slow(own: _Way) -> _Way:
-        def run(chain: LayerChain, rows_TD: Tensor) -> Steps[Tensor | None]:
+        def run(chain: WholeLayers, rows_TD: Tensor) -> Steps[Tensor | None]:
             time.sleep(draw.uniform(least_s, most_s))
             return (yield from own(chain, rows_TD))
 
         return run
 
-    forward, backward = slow(LayerChain.forward), slow(LayerChain.backward)
-    with mock.patch.multiple(LayerChain, forward=forward, backward=backward):
+    forward, backward = slow(WholeLayers.forward), slow(WholeLayers.backward)
+    with mock.patch.multiple(WholeLayers, forward=forward, backward=backward):
         yield
 
 
@@ -203,7 +203,7 @@ def _raised(axis: TensorAxis, path: Path) -> str:
     engine = _engine(axis, path)
     task = engine.attach(_TRIALS[0].job, Sequences(_TRIALS[0].examples))
     if axis.rank == 1:
-        with mock.patch.object(LayerChain, "forward", side_effect=MemoryError("no room")):
+        with mock.patch.object(WholeLayers, "forward", side_effect=MemoryError("no room")):
             return _error_of(engine, task.name)
     mesh = mesh_of(axis, 1, 2)
     assert mesh.pipe.back_in is not None

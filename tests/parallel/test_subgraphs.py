@@ -14,9 +14,10 @@ from muxtune.models.attach import Pass
 from muxtune.models.attention import AttentionContext
 from muxtune.models.backbone import Backbone
 from muxtune.parallel.adapters import sharded_adapter
+from muxtune.parallel.chain import WholeLayers
 from muxtune.parallel.mesh import ALONE, Sum, TensorAxis
 from muxtune.parallel.steps import run_plain
-from muxtune.parallel.subgraphs import CutLayers, Subgraphs, WholeLayers
+from muxtune.parallel.subgraphs import CutLayers, Subgraphs
 from muxtune.parallel.tensor import ShardedBackbone, load_sharded
 from muxtune.peft.base import Dispatch
 from muxtune.peft.multiplex import hooks

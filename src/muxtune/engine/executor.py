@@ -45,9 +45,10 @@ from muxtune.models.attention import AttentionContext
 from muxtune.models.backbone import Backbone
 from muxtune.models.denormals import flushing
 from muxtune.models.loss import TokenLosses, token_losses, token_losses_plain
+from muxtune.parallel.chain import LayerChain
 from muxtune.parallel.orchestrate import Part, PassTimes, Record, order_of, run_slot, run_slot_plain
 from muxtune.parallel.steps import Steps
-from muxtune.parallel.subgraphs import LayerChain, Subgraphs
+from muxtune.parallel.subgraphs import Subgraphs
 from muxtune.parallel.tensor import ShardedBackbone
 from muxtune.peft.base import Dispatch
 from muxtune.peft.dropout import RowKeys, row_keys

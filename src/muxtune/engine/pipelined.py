@@ -40,7 +40,7 @@ from muxtune.engine.references import References
 from muxtune.engine.task import Task
 from muxtune.errors import RankError, StateError
 from muxtune.models.loss import TokenLosses
-from muxtune.parallel.chain import LayerChain
+from muxtune.parallel.chain import WholeLayers
 from muxtune.parallel.pipe import Message
 from muxtune.parallel.stage import ShardedStage, StagedBackbone
 from muxtune.parallel.staged import StagedAdapter
@@ -197,7 +197,7 @@ class PipelineExecutor(Executor):
             assert message.value.shape == first_TD.shape, "stages have laid out a pass in different ways"
             first_TD = message.value.requires_grad_(learns and self._lowest(batch) < self.stage.axis.stage)
         recompute = batch.recompute and batch.trains
-        chain = LayerChain(self._backbone, prelude, current, self.stage.layers, learns=learns, recompute=recompute)
+        chain = WholeLayers(self._backbone, prelude, current, self.stage.layers, learns=learns, recompute=recompute)
         last_TD = yield from chain.forward(first_TD)
         out = self.stage.axis.rows_out
         sent = out.send(last_TD.detach()) if out is not None else None

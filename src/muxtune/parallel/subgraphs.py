@@ -31,14 +31,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from muxtune.models.attach import Pass, PassSlot
 from muxtune.models.backbone import Backbone, Prelude
-from muxtune.models.recompute import recomputed
+from muxtune.parallel.chain import LayerChain, WholeLayers
 from muxtune.parallel.mesh import TensorAxis
 from muxtune.parallel.steps import Steps
 from muxtune.parallel.sublayers import Call, CutLayer, Sublayer, cut_layers
@@ -61,7 +60,7 @@ class Subgraphs:
         """Those `layers` of a pass. Its `current` may be a plain one: hooks are the same."""
         backbone = self.backbone
         if not self.cut:
-            return WholeLayers(backbone, prelude, current, layers, recompute)
+            return WholeLayers(backbone, prelude, current, layers, recompute=recompute)
         assert isinstance(backbone, ShardedBackbone)
         pieces = [
             _Piece(sublayer, call)
@@ -71,47 +70,6 @@ class Subgraphs:
         ]
         cut = CutPass(current.attention, current.hooks, current.given)
         return CutLayers(pieces, cut, backbone.slot, backbone.axis, recompute)
-
-
-class LayerChain:
-    """The layers of one pass through a stage: once forward, then once backward."""
-
-    def forward(self, x_TD: Tensor) -> Steps[Tensor]:
-        """[T, D] -> [T, D], detached; it asks for a gradient if `x_TD` does or anything on the way trains."""
-        raise NotImplementedError
-
-    def backward(self, grad_TD: Tensor) -> Steps[Tensor | None]:
-        """The gradient of what came in, from that of what went out; None where nobody asks for it. What it kept is gone
-        afterwards."""
-        raise NotImplementedError
-
-
-class WholeLayers(LayerChain):
-    """Layers as one subgraph, which autograd pulls back."""
-
-    def __init__(self, backbone: Backbone, prelude: Prelude, current: Pass, layers: range, recompute: bool) -> None:
-        self._runs = [partial(backbone.blocks[index].forward, prelude=prelude, current=current) for index in layers]
-        self._recompute = recompute
-        self._ends: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x_TD: Tensor) -> Steps[Tensor]:
-        """See `LayerChain`."""
-        with torch.enable_grad():
-            y_TD = leaf_TD = x_TD.detach().requires_grad_(x_TD.requires_grad)
-            for run in self._runs:
-                y_TD = recomputed(run, y_TD) if self._recompute else run(y_TD)
-        self._ends = leaf_TD, y_TD
-        return y_TD.detach().requires_grad_(y_TD.requires_grad)
-        yield  # nothing is waited for, but it is a generator as all are
-
-    def backward(self, grad_TD: Tensor) -> Steps[Tensor | None]:
-        """See `LayerChain`."""
-        assert self._ends is not None
-        (leaf_TD, y_TD), self._ends = self._ends, None
-        if y_TD.requires_grad:
-            torch.autograd.backward([y_TD], [grad_TD])
-        return leaf_TD.grad
-        yield
 
 
 @dataclass(slots=True)
@@ -138,7 +96,7 @@ class _Piece:
     call: Call
 
 
-class CutLayers(LayerChain):
+class CutLayers:
     """Layers as sublayers."""
 
     def __init__(

@@ -19,7 +19,8 @@ from muxtune.engine.packing import PackedBatch
 from muxtune.models.attach import Pass
 from muxtune.models.loss import TokenLosses
 from muxtune.parallel.chain import LayerChain
-from muxtune.parallel.pipe import Link, Message
+from muxtune.parallel.mesh import Exchange
+from muxtune.parallel.pipe import Link
 from muxtune.plan.pipeline import StageAction
 from muxtune.plan.timeline import Event, Resource
 from muxtune.plan.turns import Turn
@@ -65,8 +66,8 @@ class Flight:
     hidden_TD: Tensor | None = None
     ends: tuple[Tensor, Tensor] | None = None
     losses: TokenLosses | None = None
-    sent: Message | None = None
-    awaited: deque[Message] = field(default_factory=deque)
+    sent: Exchange | None = None
+    awaited: deque[Exchange] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
@@ -80,8 +81,8 @@ class Run:
     flights: dict[int, Flight] = field(default_factory=dict)
     squares: dict[int, float] = field(default_factory=dict)  # of steps, on the first stage
     records: dict[int, ActionRecord] = field(default_factory=dict)
-    sent_back: deque[Message] = field(default_factory=deque)
-    sent_norms: list[Message] = field(default_factory=list)
+    sent_back: deque[Exchange] = field(default_factory=deque)
+    sent_norms: list[Exchange] = field(default_factory=list)
 
     @property
     def now_s(self) -> float:
@@ -99,11 +100,11 @@ class Incoming:
 
     def __init__(self, link: Link, shapes: Iterator[Shape], device: torch.device) -> None:
         self._link, self._shapes, self._device = link, shapes, device
-        self._posted: deque[Message] = deque()
+        self._posted: deque[Exchange] = deque()
         for _ in range(AHEAD):
             self._post()
 
-    def take(self) -> Message:
+    def take(self) -> Exchange:
         """The next one, under way; another is posted for it."""
         message = self._posted.popleft()
         self._post()

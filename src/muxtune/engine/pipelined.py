@@ -41,7 +41,7 @@ from muxtune.engine.task import Task
 from muxtune.errors import RankError, StateError
 from muxtune.models.loss import TokenLosses
 from muxtune.parallel.chain import WholeLayers
-from muxtune.parallel.pipe import Message
+from muxtune.parallel.mesh import Exchange
 from muxtune.parallel.stage import ShardedStage, StagedBackbone
 from muxtune.parallel.staged import StagedAdapter
 from muxtune.parallel.steps import Steps
@@ -230,7 +230,7 @@ class PipelineExecutor(Executor):
         if rows_UD.requires_grad:  # else nothing below the head is trained
             flight.ends = rows_UD, gathered_gradient(flight.losses, rows_UD, place_N)
 
-    def _expected(self, flight: Flight, closes: Sequence[int]) -> deque[Message]:
+    def _expected(self, flight: Flight, closes: Sequence[int]) -> deque[Exchange]:
         """Post the receives of all that the next stage will send back of a pass."""
         link, device = self.stage.axis.back_in, self._backbone.device
         assert link is not None
@@ -291,7 +291,7 @@ class PipelineExecutor(Executor):
         elif stage.first and grad_TD is not None and flight.first_TD.requires_grad:
             torch.autograd.backward([flight.first_TD], [grad_TD])
 
-    def _close(self, run: Run, step: int, awaited: deque[Message]) -> Steps[None]:
+    def _close(self, run: Run, step: int, awaited: deque[Exchange]) -> Steps[None]:
         """Add this stage's part to the squares of a gradient that is whole now, and send them on."""
         action = run.schedule.actions[step]
         assert isinstance(action, OptimStep)

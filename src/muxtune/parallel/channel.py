@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from muxtune.errors import RankError
-from muxtune.parallel.mesh import TensorAxis
+from muxtune.parallel.mesh import TensorAxis, answered
 
 Message = dict[str, Any]  # what JSON can say
 _ANSWER_BYTES = 2048
@@ -74,7 +73,7 @@ class Channel:
         text = json.dumps(answer, separators=(",", ":")).encode()
         assert len(text) <= _ANSWER_BYTES, "an answer is short"
         own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        with self._answered():
+        with answered(self.rank, self.size):
             work = dist.all_gather(all_of_them, own, group=self._group, async_op=True)
             assert work is not None
             work.wait(*([timedelta(seconds=within_s)] if within_s is not None else []))
@@ -84,21 +83,9 @@ class Channel:
         return [torch.zeros(_ANSWER_BYTES, dtype=torch.uint8) for _ in range(self.size)]
 
     def _broadcast(self, value: Tensor) -> Tensor:
-        with self._answered():
+        with answered(self.rank, self.size):
             dist.broadcast(value, src=0, group=self._group)
         return value
-
-    @contextmanager
-    def _answered(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RankError(
-                f"another of the {self.size} ranks has died or does not answer ({said[:200]})",
-                where=f"rank {self.rank}",
-                hint="see that rank's own output for why; then start the run again, which goes on from its checkpoints",
-            ) from error
 
 
 class Pulse:

@@ -12,7 +12,8 @@ The boundary: `torch.distributed` as it is. Who starts the ranks is the business
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -36,10 +37,8 @@ class TensorAxis:
         """Begin the sum over the ranks, in place: nobody may touch `value`, which is contiguous, until it is done."""
         if self.size == 1:
             return Sum(value, self)
-        try:
+        with answered(self.rank, self.size):
             work = dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise rank_lost(self.rank, self.size, error) from error
         return Sum(value, self, work)
 
     def sum_(self, value: Tensor) -> Tensor:
@@ -52,33 +51,37 @@ class TensorAxis:
 
     def _reduced(self, value: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size > 1:
-            try:
+            with answered(self.rank, self.size):
                 dist.all_reduce(value, op=how, group=self.group)
-            except RuntimeError as error:
-                raise rank_lost(self.rank, self.size, error) from error
         return value
 
 
 @dataclass(slots=True)
-class Sum:
-    """A sum in flight (`muxtune.parallel.steps.Waiting`); `value` is it when it is done."""
+class Exchange:
+    """A sum, a send or a receive in flight (`muxtune.parallel.steps.Waiting`), seen from this rank of `axis`; nobody
+    may touch `value` until it has been waited for."""
 
     value: Tensor
     axis: TensorAxis
     work: dist.Work | None = None
-    _ends: list[float] = field(default_factory=list)
 
     def done(self) -> bool:
+        """Not more than a lower bound: gloo does not know of a send or a receive before it is asked to wait."""
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:
         """Raises RankError where another rank is lost."""
         if self.work is not None:
-            try:
+            with answered(self.axis.rank, self.axis.size):
                 self.work.wait()
-            except RuntimeError as error:
-                raise rank_lost(self.axis.rank, self.axis.size, error) from error
             self.work = None
+
+
+@dataclass(slots=True)
+class Sum(Exchange):
+    """A sum in flight; `value` is it when it is done."""
+
+    _ends: list[float] = field(default_factory=list)
 
     def time_with(self, clock: Callable[[], float]) -> None:
         """Note when it is done: `end_s` is then known soon after."""
@@ -123,6 +126,15 @@ def rank_lost(rank: int, size: int, error: BaseException) -> RankError:
         where=f"rank {rank}",
         hint="see that rank's own output for why; then start the run again, which goes on from its checkpoints",
     )
+
+
+@contextmanager
+def answered(rank: int, size: int) -> Iterator[None]:
+    """Within, an exchange that fails is a RankError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise rank_lost(rank, size, error) from error
 
 
 class _Entered(torch.autograd.Function):

@@ -25,59 +25,32 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from muxtune.errors import ConfigError
-from muxtune.parallel.mesh import ALONE, TensorAxis, rank_lost
-
-
-@dataclass(slots=True)
-class Message:
-    """A send or a receive under way; nobody may touch `value` until it has been waited for."""
-
-    value: Tensor
-    rank: int
-    size: int
-    work: dist.Work | None
-
-    def done(self) -> bool:
-        """Not more than a lower bound: gloo does not know before it is asked to wait."""
-        return self.work is None or self.work.is_completed()
-
-    def wait(self) -> None:
-        """Raises RankError where the other end is lost."""
-        if self.work is None:
-            return
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise rank_lost(self.rank, self.size, error) from error
-        self.work = None
+from muxtune.parallel.mesh import ALONE, Exchange, TensorAxis, answered
 
 
 @dataclass(slots=True)
 class Link:
-    """One direction between two neighbours, as one of its ends sees it. `peer` is the other's global rank."""
+    """One direction between two neighbours, as one of its ends sees it. `peer` is the other's place in `world`."""
 
     peer: int
-    rank: int
-    size: int
+    world: TensorAxis
     group: ProcessGroup
     _number: int = 0
 
-    def send(self, value: Tensor) -> Message:
-        """Start to send; the tensor must not change until the message is done."""
+    def send(self, value: Tensor) -> Exchange:
+        """Start to send; the tensor must not change until it is done."""
         return self._started(value.contiguous(), send=True)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Message:
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Exchange:
         """Start to receive the next message of this direction."""
         return self._started(torch.empty(shape, dtype=dtype, device=device), send=False)
 
-    def _started(self, value: Tensor, *, send: bool) -> Message:
+    def _started(self, value: Tensor, *, send: bool) -> Exchange:
         number, self._number = self._number, (self._number + 1) % 2**30
         start = dist.isend if send else dist.irecv
-        try:
+        with answered(self.world.rank, self.world.size):
             work = start(value, self.peer, group=self.group, tag=number)
-        except RuntimeError as error:
-            raise rank_lost(self.rank, self.size, error) from error
-        return Message(value, self.rank, self.size, work)
+        return Exchange(value, self.world, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +115,7 @@ def make_mesh(world: TensorAxis, *, tp: int, pp: int, timeout_s: float) -> Mesh:
 
     def link(lower: int, peer_stage: int, *, forward: bool) -> Link | None:
         group = links.get((lower, forward))
-        return None if group is None else Link(peer_stage * tp + place, world.rank, world.size, group)
+        return None if group is None else Link(peer_stage * tp + place, world, group)
 
     own = PipeAxis(
         stage,

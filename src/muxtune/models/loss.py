@@ -105,13 +105,11 @@ class Head:
         self, hidden_nD: Tensor, target_n: Tensor, weight_n: Tensor | None, pieces: Sequence[Piece]
     ) -> TokenLosses:
         """One slice; its logits become the gradient of its rows in place."""
-        logits_nV = self.forward(hidden_nD)
-        saved = [piece.hook.forward(piece.rows, hidden_nD[piece.at], logits_nV[piece.at]) for piece in pieces]
-        logits_nV = self.cap(logits_nV)
+        logits_nV, saved = self.adapted(hidden_nD, pieces)
         top_n1, guess_n1 = logits_nV.max(dim=1, keepdim=True)
         target_n1 = target_n[:, None]
         score_n1 = logits_nV.gather(1, target_n1) - top_n1
-        slope_nV = 1 - (logits_nV / self.softcap) ** 2 if self.softcap is not None and weight_n is not None else None
+        slope_nV = self.slope(logits_nV) if weight_n is not None else None
         odds_nV = logits_nV.sub_(top_n1).exp_()
         total_n1 = odds_nV.sum(dim=1, keepdim=True)
         logprob_n = (score_n1 - total_n1.log()).squeeze(1)
@@ -120,13 +118,34 @@ class Head:
             return TokenLosses(logprob_n, correct_n, None)
         weight_n1 = weight_n[:, None].to(odds_nV.dtype)
         delta_nV = odds_nV.mul_(weight_n1 / total_n1).scatter_add_(1, target_n1, -weight_n1)
+        return TokenLosses(logprob_n, correct_n, self.pulled(delta_nV, slope_nV, hidden_nD, pieces, saved))
+
+    def adapted(self, hidden_nD: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """The logits of a slice with what hooks them, and what each piece needs for its way back."""
+        logits_nV = self.forward(hidden_nD)
+        saved = [piece.hook.forward(piece.rows, hidden_nD[piece.at], logits_nV[piece.at]) for piece in pieces]
+        return self.cap(logits_nV), saved
+
+    def slope(self, logits_nV: Tensor) -> Tensor | None:
+        """Of the soft cap, where there is one, at logits that have been through it."""
+        return 1 - (logits_nV / self.softcap) ** 2 if self.softcap is not None else None
+
+    def pulled(
+        self,
+        delta_nV: Tensor,
+        slope_nV: Tensor | None,
+        hidden_nD: Tensor,
+        pieces: Sequence[Piece],
+        saved: Sequence[tuple[Tensor, ...]],
+    ) -> Tensor:
+        """The gradient of a slice's rows, from that of its capped logits, which is written over; pieces add theirs."""
         if slope_nV is not None:
             delta_nV *= slope_nV
         grad_nD = delta_nV.to(hidden_nD.dtype) @ self.weight_VD
         for piece, kept in zip(pieces, saved, strict=True):
             at = piece.at
             piece.hook.backward(piece.rows, hidden_nD[at], kept, delta_nV[at], grad_nD[at])
-        return TokenLosses(logprob_n, correct_n, grad_nD)
+        return grad_nD
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,14 +65,12 @@ class VocabularyHead(Head):
         self, hidden_nD: Tensor, target_n: Tensor, weight_n: Tensor | None, pieces: Sequence[Piece]
     ) -> TokenLosses:
         """See `Head.slice_losses`: the same on all ranks."""
-        logits_nV = self.forward(hidden_nD)
-        saved = [piece.hook.forward(piece.rows, hidden_nD[piece.at], logits_nV[piece.at]) for piece in pieces]
-        logits_nV = self.cap(logits_nV)
+        logits_nV, saved = self.adapted(hidden_nD, pieces)
         own_n1, absent_n1 = self._own(target_n)
         score_n1 = logits_nV.gather(1, own_n1).masked_fill(absent_n1, 0)
         highest_n1, guess_n1 = logits_nV.max(dim=1, keepdim=True)
         top_n1 = self.axis.max_(highest_n1.clone())
-        slope_nV = 1 - (logits_nV / self.softcap) ** 2 if self.softcap is not None and weight_n is not None else None
+        slope_nV = self.slope(logits_nV) if weight_n is not None else None
         odds_nV = logits_nV.sub_(top_n1).exp_()
         # of equal logits the first counts, so a rank before the target's that has the top too takes it away
         has_top_n1 = highest_n1 == top_n1
@@ -89,12 +87,7 @@ class VocabularyHead(Head):
         weight_n1 = weight_n[:, None].to(odds_nV.dtype)
         delta_nV = odds_nV.mul_(weight_n1 / total_n1)
         delta_nV.scatter_add_(1, own_n1, -weight_n1.masked_fill(absent_n1, 0))
-        if slope_nV is not None:
-            delta_nV *= slope_nV
-        grad_nD = delta_nV.to(hidden_nD.dtype) @ self.weight_VD
-        for piece, kept in zip(pieces, saved, strict=True):
-            at = piece.at
-            piece.hook.backward(piece.rows, hidden_nD[at], kept, delta_nV[at], grad_nD[at])
+        grad_nD = self.pulled(delta_nV, slope_nV, hidden_nD, pieces, saved)
         return TokenLosses(logprob_n, correct_n, self.axis.sum_(grad_nD))
 
     def logits(self, hidden_ND: Tensor, hooked: Sequence[HeadRows] = ()) -> Tensor:

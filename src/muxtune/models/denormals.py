@@ -30,8 +30,7 @@ def threads_flush() -> bool:
 @contextmanager
 def flushing(wanted: bool) -> Iterator[None]:
     """Within, this thread takes denormal numbers as zero, if `wanted`, where the CPU can."""
-    before = _flush(1)
-    changed = wanted and not before and torch.set_flush_denormal(True)
+    changed = wanted and not _flush(1) and torch.set_flush_denormal(True)
     try:
         yield
     finally:

@@ -74,6 +74,7 @@ class RankError(MuxTuneError):
     """`rank`: the one that has failed, where it is known which."""
 
     code = "rank_failed"
+    again = "start the run again with --resume: it goes on from its newest checkpoints"  # for hints
 
     def __init__(
         self, message: str, *, where: str | None = None, hint: str | None = None, rank: int | None = None

@@ -31,7 +31,6 @@ from muxtune.errors import ConfigError, RankError
 FOLDER = "MUXTUNE_RANKS"  # the variable that names the meeting folder
 LOGS = ".muxtune.ranks"  # in the output folder of a run: RANK.log
 LOST = 75  # exit status of a rank that ended because another was lost
-AGAIN = "start the run again with --resume: it goes on from its newest checkpoints"
 _BEAT_S = 1.0
 _TOLD_WITHIN_S = 3.0
 _PR_SET_PDEATHSIG = 1

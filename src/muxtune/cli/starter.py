@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from muxtune.cli.errors import print_error
-from muxtune.cli.rank_place import AGAIN, FOLDER, LOGS, LOST, end_with, read_fate, write_fate
+from muxtune.cli.rank_place import FOLDER, LOGS, LOST, end_with, read_fate, write_fate
 from muxtune.cli.terminal import tell
 from muxtune.durable import make_folder
 from muxtune.errors import ConfigError, RankError
@@ -210,12 +210,12 @@ def _ended(child: _Child, status: int) -> RankError:
         last = child.last_line()
         told = f"ended with status {status}" + (f": {last}" if last else "")
     log = f"what it wrote is in {child.log}; " if child.log is not None else ""
-    return RankError(told, rank=child.rank, hint=log + AGAIN)
+    return RankError(told, rank=child.rank, hint=log + RankError.again)
 
 
 def _silent(child: _Child, timeout_s: float) -> RankError:
     return RankError(
         f"has shown no sign of life for {timeout_s:g} s",
         rank=child.rank,
-        hint=f"see whether its machine hangs or swaps (--rank-timeout sets how long to wait); {AGAIN}",
+        hint=f"see whether its machine hangs or swaps (--rank-timeout sets how long to wait); {RankError.again}",
     )

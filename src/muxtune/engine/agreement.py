@@ -17,7 +17,6 @@ from muxtune.parallel.channel import Channel, Message
 
 GRACE_S = 10.0  # for the others to raise, too: they are at most a pass behind
 _CLIP = 250  # characters of a message that travels
-_AGAIN = "start the run again with --resume: it goes on from its newest checkpoints"
 
 
 def agree(channel: Channel, outcome: Outcome, error: Exception | None) -> None:
@@ -35,8 +34,7 @@ def agree(channel: Channel, outcome: Outcome, error: Exception | None) -> None:
     if not raised:
         raise RankError(
             "the ranks have come to different results, which must not be",
-            hint="see that all run the same version on the same kind of machine; then "
-            + _AGAIN.partition(", then ")[2],
+            hint=f"see that all run the same version on the same kind of machine; then {RankError.again}",
         )
     _, first = min(raised)
     raise _alone(first, answers[first])
@@ -55,4 +53,4 @@ def _answer(outcome: Outcome, error: Exception | None) -> Message:
 
 
 def _alone(rank: int, answer: Message) -> RankError:
-    return RankError(f"failed alone: {answer['why']}", rank=rank, hint="mend that, then " + _AGAIN)
+    return RankError(f"failed alone: {answer['why']}", rank=rank, hint=f"mend that, then {RankError.again}")

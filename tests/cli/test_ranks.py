@@ -41,18 +41,20 @@ def start(project: Path, environment: Mapping[str, str]) -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def undisturbed(project: Path, environment: Mapping[str, str], tiny_llama: Path) -> Path:
     """What JOBS come to on two ranks."""
-    write_config(project / "two.yaml", tiny_llama, "two", JOBS, dtype="fp64")
-    run = RankedRun(project, environment, ["two.yaml", "--tp", "2"])
+    config, folder = _config(project, tiny_llama, "undisturbed")
+    run = RankedRun(project, environment, [config, "--tp", "2"])
     try:
         ended = run.wait()
     finally:
         run.close()
     assert ended.code == 0, ended.err
     assert "2 of 2 jobs completed" in ended.err and "chat > Is 3?" in ended.out
-    return project / "two"
+    return folder
 
 
 def _config(project: Path, model: Path, name: str) -> tuple[str, Path]:
+    """Of this file alone: other files' tests run in the same folder, when the same process runs them."""
+    name = f"ranks-{name}"
     write_config(project / f"{name}.yaml", model, name, JOBS, dtype="fp64")
     return f"{name}.yaml", project / name
 

@@ -3,9 +3,9 @@
     python -m benchmarks.check_gpu [--device cuda] [--tiny] [--no-bench]
 
 Two models - a tiny random Llama and the first two layers of SmolLM2-135M - in fp32 and bf16, eight tasks of unlike
-lengths. The checks are in `numerics`; each prints its figure beside what is allowed. Then the tables of `bench` follow,
-on the device, in fp32 and bf16. `--device cpu --tiny` tests this script itself where there is no GPU (bf16 products are
-slow on a CPU).
+lengths. The checks are in `numerics` and, for several devices, `gpu_ranks`; each prints its figure beside what is
+allowed. Then the tables of `bench` follow, on the device, in fp32 and bf16. `--device cpu --tiny` tests this script
+itself where there is no GPU (bf16 products are slow on a CPU).
 
 Exits 0 where all checks pass, 1 where one fails, 3 where there is no such device and so nothing was checked.
 """
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from benchmarks import bench, folders, memory
+from benchmarks import bench, folders, gpu_ranks, memory
 from benchmarks.folders import tiny_folder
 from benchmarks.machine import describe
 from benchmarks.numerics import Check, Subject, checks
@@ -38,15 +38,17 @@ def check_all(console: Console, device: torch.device, *, tiny: bool = False) -> 
         with folders[name]() as folder:
             console.print(f"{name}, {str(dtype).removeprefix('torch.')}", highlight=False)
             for check in checks(Subject(folder, device, dtype)):
-                _show(console, check)
-                passed = passed and check.passed
-    return passed
+                passed = _show(console, check) and passed
+            for check in (*gpu_ranks.rank_checks(folder.path, device, dtype), gpu_ranks.varlen(device, dtype)):
+                passed = _show(console, check) and passed
+    return _show(console, gpu_ranks.nccl_order(device)) and passed
 
 
-def _show(console: Console, check: Check) -> None:
-    console.print(
-        f"  {'ok  ' if check.passed else 'FAIL'} {check.name}: {check.detail}", highlight=False, soft_wrap=True
-    )
+def _show(console: Console, check: Check) -> bool:
+    """Whether it has not failed."""
+    word = {True: "ok  ", False: "FAIL", None: "left out"}[check.passed]
+    console.print(f"  {word} {check.name}: {check.detail}", highlight=False, soft_wrap=True)
+    return check.passed is not False
 
 
 _FOLDERS = {

@@ -49,10 +49,10 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One outcome; `detail` says the figure and what was allowed."""
+    """One outcome; `detail` says the figure and what was allowed, or why it was left out (None)."""
 
     name: str
-    passed: bool
+    passed: bool | None
     detail: str
 
 

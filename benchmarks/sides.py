@@ -55,12 +55,22 @@ def engine_side(
     fuse_tokens: int = DEFAULT_FUSE_TOKENS,
     plain: bool = False,
     dropout: float = 0.0,
+    together: int = 1,
+    overlap: bool = True,
 ) -> EngineSide:
     """Attach every task of the load to an engine of its own on `backbone`.
 
     Each starts from `init`, or from the engine's own draw.
     """
-    engine = Engine(backbone, policy=policy, planning=planning, fuse_tokens=fuse_tokens, plain=plain)
+    engine = Engine(
+        backbone,
+        policy=policy,
+        planning=planning,
+        fuse_tokens=fuse_tokens,
+        plain=plain,
+        together=together,
+        overlap=overlap,
+    )
     tasks = []
     for number, batches in enumerate(load.tasks):
         sequences = tuple(sequence for batch in batches for sequence in batch)

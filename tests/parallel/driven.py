@@ -19,6 +19,7 @@ from muxtune.parallel.layout import RankLayout
 from muxtune.parallel.mesh import TensorAxis
 from muxtune.spec.event import RunEvent, TaskEvent
 from muxtune.spec.run import RunSpec
+from tests.engine.build import CPU
 from tests.engine.runs import stop_after
 
 Harm = Callable[[TensorAxis, pytest.MonkeyPatch], None]
@@ -50,10 +51,10 @@ def _drive(axis: TensorAxis, run: RunSpec, cache: Path, options: dict[str, bool]
     events: list[RunEvent] = []
     try:
         if axis.rank:
-            Follower(channel, axis, cache_dir=cache).run()
+            Follower(channel, axis, device=CPU, cache_dir=cache).run()
             return Driven()
         layout = RankLayout(axis.size // run.pp, run.pp)
-        ranks = Ranks(channel, axis, layout, here=axis.size, timeout_s=20)
+        ranks = Ranks(channel, axis, layout, device=CPU, here=axis.size, timeout_s=20)
         run = run.model_copy(update={"tp": layout.tp, "pp": layout.pp})
         stop = stop_after(rounds) if rounds is not None else lambda: False
         with ranks.leading():

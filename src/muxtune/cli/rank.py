@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from muxtune.cli.rank_place import LOGS, LOST, RankPlace, write_to_log
 from muxtune.cli.terminal import tell
 from muxtune.data.manifest import installed_versions
 from muxtune.engine.failure import brief
 from muxtune.engine.follow import Follower
+from muxtune.engine.load import device_of_rank
 from muxtune.engine.ranks import Ranks
 from muxtune.errors import MuxTuneError, RankError
 from muxtune.models.cache import default_cache_dir
@@ -36,10 +39,11 @@ _SLACK = 1.25  # where a starter watches, it is the one to say who does not answ
 def leading(place: RankPlace, run: RunSpec, layout: RankLayout, timeout_s: float) -> Iterator[Ranks]:
     """Rank 0's ranks, met and agreed. Raises RankError."""
     try:
-        channel, axis = _meet(place, run, timeout_s)
+        device = device_of_rank(run.device, place.local, place.here)
+        channel, axis = _meet(place, run, device, timeout_s)
     except RankError as error:
         raise place.diagnose(error) from error
-    ranks = Ranks(channel, axis, layout, here=place.here, timeout_s=timeout_s, diagnose=place.diagnose)
+    ranks = Ranks(channel, axis, layout, device=device, here=place.here, timeout_s=timeout_s, diagnose=place.diagnose)
     try:
         with ranks.leading():
             yield ranks
@@ -54,8 +58,9 @@ def follow(place: RankPlace, run: RunSpec, timeout_s: float) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        channel, axis = _meet(place, run, timeout_s)
-        Follower(channel, axis, cache_dir=default_cache_dir()).run()
+        device = device_of_rank(run.device, place.local, place.here)
+        channel, axis = _meet(place, run, device, timeout_s)
+        Follower(channel, axis, device=device, cache_dir=default_cache_dir()).run()
     except RankError as error:
         tell(f"error: {error}")
         if error.rank != place.rank:
@@ -71,19 +76,19 @@ def follow(place: RankPlace, run: RunSpec, timeout_s: float) -> int:
     return 0
 
 
-def _meet(place: RankPlace, run: RunSpec, timeout_s: float) -> tuple[Channel, TensorAxis]:
+def _meet(place: RankPlace, run: RunSpec, device: torch.device, timeout_s: float) -> tuple[Channel, TensorAxis]:
     if place.folder is not None:
         timeout_s *= _SLACK
     elif place.here == place.size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        axis = join(place.rank, place.size, meeting=place.meeting, timeout_s=timeout_s)
+        axis = join(place.rank, place.size, meeting=place.meeting, timeout_s=timeout_s, device=device)
     except RankError as error:
         if place.folder is None and "address already in use" in str(error.__cause__).lower():
             raise _taken(place) from error
         raise
     channel = open_channel(axis, range(place.size), timeout_s=timeout_s)
-    _introduce(channel, run)
+    _introduce(channel, run, device)
     return channel, axis
 
 
@@ -96,10 +101,10 @@ def _taken(place: RankPlace) -> RankError:
     )
 
 
-def _introduce(channel: Channel, run: RunSpec) -> None:
+def _introduce(channel: Channel, run: RunSpec, device: torch.device) -> None:
     """Raises RankError, on all ranks, for the first that is not what rank 0 is."""
     own = {name: number for name, number in installed_versions().items() if name in _SAME}
-    first, *others = channel.exchange({**own, "run": _fingerprint(run)})
+    first, *others = channel.exchange({**own, "device": device.type, "run": _fingerprint(run)})
     for rank, other in enumerate(others, start=1):
         for name in first.keys() | other.keys():
             if first.get(name) != other.get(name):
@@ -113,6 +118,8 @@ def _introduce(channel: Channel, run: RunSpec) -> None:
 def _differs(name: str, first: Message, other: Message) -> str:
     if name == "run":
         return "has another config than rank 0"
+    if name == "device":
+        return f"would run on {other.get(name)}, rank 0 on {first.get(name)}: say which with device"
     return f"has {name} {other.get(name)}, rank 0 has {first.get(name)}"
 
 

@@ -40,11 +40,13 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Rank `rank` of `size`, of which `here` are on this machine. `folder`: of the starter; None under torchrun."""
+    """Rank `rank` of `size`, number `local` of the `here` on this machine. `folder`: of the starter; None under
+    torchrun."""
 
     rank: int
     size: int
     here: int
+    local: int
     folder: Path | None = None
 
     @property
@@ -74,16 +76,17 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace | None:
     try:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         here = int(environment.get("LOCAL_WORLD_SIZE", size))
+        local = int(environment.get("LOCAL_RANK", rank % here if here else 0))
     except ValueError:
-        rank, size, here = -1, 0, 0
-    if not 0 <= rank < size or not 0 < here <= size:
+        rank, size, here, local = -1, 0, 0, 0
+    if not 0 <= rank < size or not 0 <= local < here <= size:
         raise ConfigError(
-            "RANK, WORLD_SIZE and LOCAL_WORLD_SIZE do not say which rank this is",
+            "RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE do not say which rank this is",
             where="the environment",
             hint="unset them, or start the ranks with torchrun",
         )
     folder = environment.get(FOLDER)
-    return RankPlace(rank, size, here, Path(folder) if folder else None) if size > 1 else None
+    return RankPlace(rank, size, here, local, Path(folder) if folder else None) if size > 1 else None
 
 
 def write_fate(folder: Path, rank: int, error: RankError) -> None:

@@ -35,11 +35,12 @@ _Tensors = Mapping[str, Tensor]
 
 
 class Follower:
-    """Args: `cache_dir` is where base models are converted to and found."""
+    """Args: `device` is this rank's; `cache_dir` is where base models are converted to and found."""
 
-    def __init__(self, channel: Channel, axis: TensorAxis, *, cache_dir: Path) -> None:
+    def __init__(self, channel: Channel, axis: TensorAxis, *, device: torch.device, cache_dir: Path) -> None:
         self._channel = channel
         self._axis = axis
+        self._device = device
         self._cache = cache_dir
         self._references = ToldReferences()
         self._engine: Engine | None = None
@@ -90,14 +91,13 @@ class Follower:
                 where=order["base"],
                 hint="give every machine the same model",
             )
-        dtype, device = getattr(torch, order["dtype"]), torch.device(order["device"])
         layout = RankLayout(order["tp"], order["pp"])
         backbone = load_held(
             base,
             self._axis,
             layout,
-            dtype=dtype,
-            device=device,
+            dtype=getattr(torch, order["dtype"]),
+            device=self._device,
             layers=order["layers"],
             timeout_s=order["timeout_s"],
         )

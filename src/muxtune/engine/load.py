@@ -73,7 +73,7 @@ def load_held(
     if layout.pp == 1:
         backbone = load_sharded(folder.path, axis, dtype=dtype, device=device, num_hidden_layers=layers)
     else:
-        mesh = make_mesh(axis, tp=layout.tp, pp=layout.pp, timeout_s=timeout_s)
+        mesh = make_mesh(axis, tp=layout.tp, pp=layout.pp, timeout_s=timeout_s, device=device)
         block: BlockChoice = "transformers"  # as where layers are split, so that a layout is no matter of the block
         backbone = load_stage(folder.path, mesh, dtype=dtype, device=device, num_hidden_layers=layers, block=block)
     backbone.flushes = flushes
@@ -92,6 +92,27 @@ def choose_device(name: str) -> torch.device:
         there = ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
         raise ConfigError(f"there is no {name} here", where="device", hint=f"there are: {there}")
     return device
+
+
+def device_of_rank(name: str, local: int, here: int) -> torch.device:
+    """Of the `local`-th of the `here` ranks of a run on this machine: each has a GPU of its own, or all have the CPU.
+
+    Raises ConfigError where there are fewer GPUs, and for one GPU by its number.
+    """
+    device = choose_device(name)
+    if device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise ConfigError(
+            f"{name} is one GPU, and {here} ranks on this machine take one each", where="device", hint="device: cuda"
+        )
+    if torch.cuda.device_count() < here:
+        raise ConfigError(
+            f"{here} ranks on this machine take a GPU each, and there are {torch.cuda.device_count()}",
+            where="device",
+            hint="fewer ranks, or device: cpu",
+        )
+    return torch.device("cuda", local)
 
 
 def choose_dtype(name: DTypeName, device: torch.device) -> torch.dtype:

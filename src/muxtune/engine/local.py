@@ -116,9 +116,7 @@ class LocalEngine(Engine):
                 self.base, device=device, dtype=dtype, num_hidden_layers=num_hidden_layers, block=block
             )
         else:
-            backbone = ranks.load(
-                self.base, device=device, dtype=dtype, layers=num_hidden_layers, threads=threads, plain=plain
-            )
+            backbone = ranks.load(self.base, dtype=dtype, layers=num_hidden_layers, threads=threads, plain=plain)
         bits = (torch.get_num_threads(), num_hidden_layers, plain, backbone.block, *([ranks.layout] if ranks else []))
         ground = ground_of(self.base.weights_sha256, backbone.dtype, backbone.device, *bits)
         table = partial(_table, backbone, cache, self.base.public_name, notice)

@@ -301,7 +301,11 @@ class PipelineExecutor(Executor):
             yield message
             total += float(message.value)
         run.squares[step] = total
-        self._send_back(run, torch.tensor([total], dtype=torch.float64))
+        self._send_back(run, self._norm_told(total))
+
+    def _norm_told(self, total: float) -> Tensor:
+        """Squares of a gradient, as `_NORM` has them, where they can be sent from."""
+        return torch.tensor([total], dtype=_NORM[1], device=self._backbone.device)
 
     def _step(self, run: Run, turn: Turn) -> Steps[None]:
         action, axis = run.schedule.actions[turn.index], self.stage.axis
@@ -317,7 +321,7 @@ class PipelineExecutor(Executor):
             yield message
             total = float(message.value)
         if axis.rows_out is not None:
-            run.sent_norms.append(axis.rows_out.send(torch.tensor([total], dtype=torch.float64)))
+            run.sent_norms.append(axis.rows_out.send(self._norm_told(total)))
         self._staged[action.task].norm.tell(math.sqrt(total))
         step = self._tasks[action.task].optimizer_step(action.lr)
         run.records[turn.index] = ActionRecord(turn.index, start_s, run.now_s, step=step)

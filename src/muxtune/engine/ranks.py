@@ -15,17 +15,18 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
+import torch
 from torch import Tensor
 
 from muxtune.engine.agreement import agree
 from muxtune.engine.decode import DecodeSource
 from muxtune.engine.followers import Announced, Outcome, Source
-from muxtune.engine.load import DTypeName, HeldBackbone, choose_device, choose_dtype, load_held
+from muxtune.engine.load import DTypeName, HeldBackbone, choose_dtype, load_held
 from muxtune.engine.orders import new_tokens, reference_values, tensors_of
 from muxtune.engine.references import References
 from muxtune.engine.task import Sequences, Task
 from muxtune.engine.whole import HeldAdapter, ShardedParts, ShardedWhole, Tensors, Whole, parts_answer
-from muxtune.errors import ConfigError, RankError
+from muxtune.errors import RankError
 from muxtune.models.backbone import Backbone
 from muxtune.models.sources import ModelFolder
 from muxtune.parallel.channel import Channel, Message, Pulse
@@ -40,7 +41,8 @@ _PULSES = 4  # within a timeout
 
 class Ranks:
     """Args:
-    channel, axis: how all ranks speak, and those that hold a layer together.
+    channel, axis: how all ranks speak, and all of them as a group.
+    device: of this rank.
     here: how many of the ranks share this machine's memory.
     timeout_s: how long a rank may be silent; a sign of life is sent more often while nothing else is.
     diagnose: says more of a lost rank, where somebody knows (who has started the ranks, say).
@@ -52,6 +54,7 @@ class Ranks:
         axis: TensorAxis,
         layout: RankLayout,
         *,
+        device: torch.device,
         here: int,
         timeout_s: float,
         diagnose: Callable[[RankError], RankError] = lambda error: error,
@@ -59,6 +62,7 @@ class Ranks:
         self.layout = layout
         self.here = here
         self.axis = axis
+        self.device = device
         self._channel = channel
         self._diagnose = diagnose
         self._lock = threading.Lock()
@@ -82,23 +86,17 @@ class Ranks:
         base: ModelFolder,
         *,
         dtype: DTypeName,
-        device: str,
         layers: int | None,
         threads: int | None,
         plain: bool,
     ) -> HeldBackbone:
-        """This rank's part, while each of the others loads its own. Raises as `load_held`, and ConfigError for
-        another device than the CPU."""
-        place = choose_device(device)
-        if place.type != "cpu":
-            raise ConfigError(f"several ranks run on CPUs only, not on {place}", where="device", hint="device: cpu")
-        precision = choose_dtype(dtype, place)
+        """This rank's part, while each of the others loads its own. Raises as `load_held`."""
+        precision = choose_dtype(dtype, self.device)
         told: Message = {
             "do": "load",
             "base": base.name,
             "weights": base.weights_sha256,
             "dtype": str(precision).removeprefix("torch."),
-            "device": place.type,
             "layers": layers,
             "threads": threads,
             "plain": plain,
@@ -112,7 +110,7 @@ class Ranks:
                 self.axis,
                 self.layout,
                 dtype=precision,
-                device=place,
+                device=self.device,
                 layers=layers,
                 timeout_s=self._timeout_s,
             )

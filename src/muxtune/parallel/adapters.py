@@ -105,6 +105,7 @@ class GradientSum:
     def __init__(self, sharded: ShardedAdapter) -> None:
         views, placements = sharded.adapter.parameters.views, sharded.placements
         self._axis = sharded.axis
+        self._device = sharded.adapter.parameters.values.device
         self._sharded = [view for name, view in views.items() if not isinstance(placements[name], str)]
         self._partial = [view for name, view in views.items() if placements[name] == "partial"]
         self._whole = [view for name, view in views.items() if placements[name] == "whole"]
@@ -112,11 +113,11 @@ class GradientSum:
     def __call__(self) -> float:
         """Sum the partial gradients over the ranks, in place; the norm of the whole adapter's gradient, the same on all
         of them. One exchange, of the partial gradients and a number."""
-        whole = _squares([_gradient(view) for view in self._whole])
+        whole = self._squares(self._whole)
         if not self._partial and not self._sharded:
             return float(whole.sqrt())
         partial = [_gradient(view) for view in self._partial]
-        squares = _squares([_gradient(view) for view in self._sharded])
+        squares = self._squares(self._sharded)
         # in the gradients' own precision: they are most of what goes over the link between a slot and the next
         flat = [one.reshape(-1) for one in partial]
         dtype = flat[0].dtype if flat else torch.float64
@@ -126,6 +127,12 @@ class GradientSum:
             one.copy_(told[start : start + one.numel()].view(one.shape))
             start += one.numel()
         return float((told[-1].double() + told[:start].double().square().sum() + whole).sqrt())
+
+    def _squares(self, views: list[Tensor]) -> Tensor:
+        """The sum of squares of their gradients."""
+        if not views:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack([_gradient(view).square().sum().double() for view in views]).sum()
 
 
 def as_it_is(backbone: Backbone) -> BackboneView:
@@ -234,8 +241,3 @@ def _shira(whole: Adapter, backbone: ShardedBackbone, device: torch.device) -> S
 def _gradient(view: Tensor) -> Tensor:
     assert view.grad is not None
     return view.grad
-
-
-def _squares(gradients: list[Tensor]) -> Tensor:
-    zero = torch.zeros((), dtype=torch.float64)
-    return torch.stack([one.square().sum().double() for one in gradients]).sum() if gradients else zero

@@ -1,7 +1,9 @@
 """The ranks that hold one stage together, and what they say to each other: sums and maxima of tensors.
 
 A sum may be waited for at once (`sum_`) or later (`start_sum`). Ranks pair exchanges by the order in which they are
-started, so that order has to be the same on all of them, whichever is waited for first.
+started, so that order has to be the same on all of them, whichever is waited for first. On a GPU nothing of this blocks
+the process: NCCL runs on a stream of its own, and to wait for an exchange is to have the stream that computes wait for
+its event, so that what was enqueued before overlaps with it.
 
 Everything that leaves a rank goes through `TensorAxis`, so that a rank which dies or hangs ends the others in one way:
 gloo's sockets notice a dead neighbour at once and a silent one after the group's timeout, and either becomes a
@@ -23,6 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from muxtune.errors import RankError
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +102,24 @@ class Sum(Exchange):
 ALONE = TensorAxis(0, 1)
 
 
-def join(rank: int, size: int, *, meeting: str, timeout_s: float) -> TensorAxis:
-    """Meet the other ranks at `meeting` (`file://PATH` or `tcp://HOST:PORT`, the same for all); CPU, gloo.
+def join(rank: int, size: int, *, meeting: str, timeout_s: float, device: torch.device = CPU) -> TensorAxis:
+    """Meet the other ranks at `meeting` (`file://PATH` or `tcp://HOST:PORT`, the same for all). Tensors on a CPU go by
+    gloo; those on `device`, where it is a GPU, which is then this process's current one, by NCCL.
 
     Raises RankError where they do not all come within the timeout, which holds for every later exchange too.
     """
+    backend, on_gpu = "gloo", device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(
-            "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            backend,
+            init_method=meeting,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,
         )
     except (RuntimeError, OSError) as error:
         raise rank_lost(rank, size, error) from error

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from muxtune.errors import ConfigError
-from muxtune.parallel.mesh import ALONE, Exchange, TensorAxis, answered
+from muxtune.parallel.mesh import ALONE, CPU, Exchange, TensorAxis, answered
 
 
 @dataclass(slots=True)
@@ -92,8 +92,9 @@ class Mesh:
     pipe: PipeAxis = field(default_factory=PipeAxis)
 
 
-def make_mesh(world: TensorAxis, *, tp: int, pp: int, timeout_s: float) -> Mesh:
-    """The mesh of all ranks of `world`, which all make it together. Raises ConfigError where they are not tp x pp."""
+def make_mesh(world: TensorAxis, *, tp: int, pp: int, timeout_s: float, device: torch.device = CPU) -> Mesh:
+    """The mesh of all ranks of `world`, which all make it together; every link has carried a message when it is there.
+    Raises ConfigError where they are not tp x pp."""
     if tp * pp != world.size:
         raise ConfigError(f"{world.size} ranks are not tp {tp} x pp {pp}", where="tp, pp", hint=f"start {tp * pp}")
     stage, place = divmod(world.rank, tp)
@@ -126,7 +127,17 @@ def make_mesh(world: TensorAxis, *, tp: int, pp: int, timeout_s: float) -> Mesh:
         back_in=link(stage, stage + 1, forward=False),
         back_out=link(stage - 1, stage - 1, forward=False),
     )
+    _open(own, device)
     return Mesh(world, tensor, own)
+
+
+def _open(axis: PipeAxis, device: torch.device) -> None:
+    """Send a word over every link, one after the other: NCCL connects two ranks when they first speak, and holds both
+    up until they do, which stages at different places of a schedule could wait for in a circle."""
+    for link, sends in ((axis.rows_in, False), (axis.back_out, True), (axis.rows_out, True), (axis.back_in, False)):
+        if link is not None:
+            word = torch.zeros(1, device=device)
+            (link.send(word) if sends else link.receive((1,), word.dtype, device)).wait()
 
 
 def _group(ranks: list[int], timeout_s: float) -> ProcessGroup | None:

@@ -84,12 +84,12 @@ class StagedAdapter:
     def whole_state(self) -> dict[str, Tensor]:
         """The state of the whole adapter, on all ranks, which ask together. One exchange over stages."""
         own = self.split.whole_state() if self.split is not None else self.adapter.state()
-        return _gathered(own, self.layout, self.pipe)
+        return self._gathered(own, self.layout)
 
     def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of one tensor a parameter of this stage, those of the whole adapter; all ranks ask together."""
         own = self.split.whole(values) if self.split is not None else dict(values)
-        return _gathered(own, self._parameters, self.pipe)
+        return self._gathered(own, self._parameters)
 
     def whole_gradient(self) -> dict[str, Tensor]:
         """The same of the gradients."""
@@ -97,7 +97,7 @@ class StagedAdapter:
             own = self.split.whole_gradient()
         else:
             own = {name: view.grad for name, view in self.adapter.parameters.views.items() if view.grad is not None}
-        return _gathered(own, self._parameters, self.pipe)
+        return self._gathered(own, self._parameters)
 
     def own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rank's part of one tensor for each parameter of the whole adapter."""
@@ -111,6 +111,20 @@ class StagedAdapter:
             self.split.load_whole(state)
             return
         self.adapter.load(self.own(state) | {name: state[name] for name in self.adapter.fixed})
+
+    def _gathered(self, own: Mapping[str, Tensor], layout: _Layout) -> dict[str, Tensor]:
+        """The tensors of all stages, each of which has its own, on all of them: one exchange for each dtype."""
+        found: dict[str, Tensor] = {}
+        device = self.adapter.parameters.values.device
+        for dtype in dict.fromkeys(dtype for _, dtype in layout.values()):
+            shapes = {name: shape for name, (shape, of) in layout.items() if of == dtype}
+            full = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
+            parts = dict(zip(shapes, full.split([shape.numel() for shape in shapes.values()]), strict=True))
+            for name in shapes.keys() & own.keys():
+                parts[name].copy_(own[name].reshape(-1))
+            self.pipe.sum_(full)
+            found |= {name: part.view(shapes[name]) for name, part in parts.items()}
+        return {name: found[name] for name in layout}
 
     @property
     def _parameters(self) -> _Layout:
@@ -237,18 +251,3 @@ def _keep(adapter: Adapter, split: ShardedAdapter | None, names: set[str]) -> Sh
 
 def _norm(parameters: FlatParameters) -> float:
     return float(torch.linalg.vector_norm(parameters.gradient)) if parameters.views else 0.0
-
-
-def _gathered(own: Mapping[str, Tensor], layout: _Layout, pipe: TensorAxis) -> dict[str, Tensor]:
-    """The tensors of all stages, each of which has its own, on all of them: one exchange for each dtype."""
-    found: dict[str, Tensor] = {}
-    for dtype in dict.fromkeys(dtype for _, dtype in layout.values()):
-        shapes = {name: shape for name, (shape, of) in layout.items() if of == dtype}
-        device = next((own[name].device for name in shapes if name in own), torch.device("cpu"))
-        full = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
-        parts = dict(zip(shapes, full.split([shape.numel() for shape in shapes.values()]), strict=True))
-        for name in shapes.keys() & own.keys():
-            parts[name].copy_(own[name].reshape(-1))
-        pipe.sum_(full)
-        found |= {name: part.view(shapes[name]) for name, part in parts.items()}
-    return {name: found[name] for name in layout}

@@ -16,6 +16,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from rich.console import Console
@@ -37,9 +38,8 @@ def check_all(console: Console, device: torch.device, *, tiny: bool = False) -> 
     for name, dtype in ((name, dtype) for dtype in (torch.float32, torch.bfloat16) for name in folders):
         with folders[name]() as folder:
             console.print(f"{name}, {str(dtype).removeprefix('torch.')}", highlight=False)
-            for check in checks(Subject(folder, device, dtype)):
-                passed = _show(console, check) and passed
-            for check in (*gpu_ranks.rank_checks(folder.path, device, dtype), gpu_ranks.varlen(device, dtype)):
+            subject = Subject(folder, device, dtype)
+            for check in chain(checks(subject), gpu_ranks.rank_checks(subject), [gpu_ranks.varlen(subject)]):
                 passed = _show(console, check) and passed
     return _show(console, gpu_ranks.nccl_order(device)) and passed
 

@@ -21,14 +21,16 @@ from torch import Tensor, nn
 
 from benchmarks.baselines import Recipe
 from benchmarks.loads import non_uniform
-from benchmarks.numerics import Check
+from benchmarks.numerics import Check, Subject, run
 from benchmarks.race import LOSS_TOLERANCE, loss_gap
 from benchmarks.sides import engine_side
-from muxtune.engine.load import DTypeName, load_backbone, load_held
+from muxtune.engine.load import load_held
 from muxtune.models.attention import AttentionContext, Segment, packed_attention
+from muxtune.models.backbone import Backbone
 from muxtune.models.sources import resolve
 from muxtune.parallel.layout import RankLayout
 from muxtune.parallel.mesh import TensorAxis, join, leave
+from muxtune.spec.policy import Policy
 
 RANKS = 2
 STEPS = 3
@@ -37,24 +39,21 @@ TIMEOUT_S = 120.0
 LAYOUTS = (RankLayout(tp=2), RankLayout(pp=2))
 _LENGTHS = (7, 130, 61, 1, 33)
 _HEADS, _GROUPS, _WIDTH = 6, 2, 64
-Losses = list[list[float]]
+Losses = list[float]
 
 
-def rank_checks(folder: Path, device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
+def rank_checks(subject: Subject) -> Iterator[Check]:
     """Every layout against one device, with and without overlap."""
-    lacking = _lacking(device)
-    alone = None if lacking else _on_one(folder, device, dtype)
+    lacking = _lacking(subject.device)
+    alone = None if lacking else _losses(subject.backbone())
     for layout in LAYOUTS:
         for overlap in (True, False):
             name = f"{layout}, {'overlapped' if overlap else 'plain'}, against one device"
             if alone is None:
                 yield Check(name, None, lacking)
                 continue
-            found = _on_ranks(Asked(folder, device.type, dtype, layout, overlap))
-            gap, allowed = (
-                loss_gap([[loss for task in side for loss in task] for side in (alone, found)]),
-                LOSS_TOLERANCE[dtype],
-            )
+            found = _on_ranks(Asked(subject.folder.path, subject.device.type, subject.dtype, layout, overlap))
+            gap, allowed = loss_gap([alone, found]), LOSS_TOLERANCE[subject.dtype]
             yield Check(name, gap <= allowed, f"losses {gap:.1e} apart, {allowed:.1e} allowed")
 
 
@@ -73,9 +72,9 @@ def nccl_order(device: torch.device) -> Check:
     return Check(name, total == 2.0, f"{total:g}, 2 expected")
 
 
-def varlen(device: torch.device, dtype: torch.dtype) -> Check:
+def varlen(subject: Subject) -> Check:
     """Our attention a segment against PyTorch's kernel for ragged ones, which has no fp32 and no CPU."""
-    name = "attention a segment against the varlen kernel"
+    name, device, dtype = "attention a segment against the varlen kernel", subject.device, subject.dtype
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return Check(name, None, "the kernel is for half precision on a GPU")
     from torch.nn.attention.varlen import varlen_attn
@@ -106,12 +105,11 @@ def _by_segment(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
 
 def _summed_late(device: torch.device) -> float:
     """An all-reduce of what a long product comes to, waited for on a stream that then adds one."""
-    axis = TensorAxis(0, 1, dist.group.WORLD)
     long = torch.ones(4096, 4096, device=device)
     value = torch.zeros(1, device=device)
     for _ in range(8):
         value = value * 0 + (long @ long)[0, :1] / 4096
-    work = dist.all_reduce(value, group=axis.group, async_op=True)
+    work = dist.all_reduce(value, async_op=True)
     assert work is not None
     work.wait()
     return float(value + 1)
@@ -123,13 +121,12 @@ def _lacking(device: torch.device) -> str:
     return "" if torch.cuda.device_count() >= RANKS else f"needs {RANKS} GPUs, there is 1"
 
 
-def _on_one(folder: Path, device: torch.device, dtype: torch.dtype) -> Losses:
-    name: DTypeName = "fp32" if dtype is torch.float32 else "bf16"
-    backbone = load_backbone(resolve(str(folder)), device=str(device), dtype=name)
-    side = engine_side(backbone, non_uniform(STEPS, vocab=backbone.vocabulary, micro_batch=2), RECIPE)
-    for step in range(STEPS):
-        side.step(step)
-    return side.losses
+def _losses(backbone: Backbone, *, policy: Policy = "fuse-all", together: int = 1, overlap: bool = True) -> Losses:
+    """Of every step, task by task."""
+    load = non_uniform(STEPS, vocab=backbone.vocabulary, micro_batch=2)
+    side = engine_side(backbone, load, RECIPE, policy=policy, together=together, overlap=overlap)
+    run(side, range(STEPS))
+    return [loss for losses in side.losses for loss in losses]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +140,10 @@ class Asked:
     overlap: bool
 
     def on(self, axis: TensorAxis, device: torch.device) -> Losses:
-        """Every step's losses, by task; the same on all ranks."""
+        """The same on all ranks."""
         folder = resolve(str(self.folder))
         held = load_held(folder, axis, self.layout, dtype=self.dtype, device=device, layers=None, timeout_s=TIMEOUT_S)
-        load = non_uniform(STEPS, vocab=held.vocabulary, micro_batch=2)
-        side = engine_side(held, load, RECIPE, policy="sequential", together=RANKS, overlap=self.overlap)
-        for step in range(STEPS):
-            side.step(step)
-        return side.losses
+        return _losses(held, policy="sequential", together=RANKS, overlap=self.overlap)
 
 
 def _on_ranks(asked: Asked) -> Losses:

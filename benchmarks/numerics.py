@@ -46,6 +46,11 @@ class Subject:
     device: torch.device
     dtype: torch.dtype
 
+    def backbone(self) -> Backbone:
+        """Loaded as a user's is."""
+        dtype: DTypeName = "fp32" if self.dtype is torch.float32 else "bf16"
+        return load_backbone(self.folder, device=str(self.device), dtype=dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -58,8 +63,7 @@ class Check:
 
 def checks(subject: Subject) -> Iterator[Check]:
     """Every check, in order; the first measures what the next three are allowed."""
-    dtype: DTypeName = "fp32" if subject.dtype is torch.float32 else "bf16"
-    backbone = load_backbone(subject.folder, device=str(subject.device), dtype=dtype)
+    backbone = subject.backbone()
     before = weights_hash(backbone.model)
     load = non_uniform(STEPS, vocab=backbone.vocabulary, micro_batch=2)
     init = _start(subject)
@@ -97,13 +101,13 @@ def _together(backbone: Backbone, load: Load, init: Matrices, allowed: float) ->
 def _resumed(backbone: Backbone, load: Load, init: Matrices) -> Check:
     """Half the steps, state moved to a fresh engine as a checkpoint would, the other half."""
     whole, first, second = (engine_side(backbone, load, RECIPE, init) for _ in range(3))
-    _run(whole, range(STEPS))
-    _run(first, range(STEPS // 2))
+    run(whole, range(STEPS))
+    run(first, range(STEPS // 2))
     for old, new in zip(first.tasks, second.tasks, strict=True):
         new.adapter.parameters.load(old.adapter.parameters.export())
         new.optimizer.load_moments(old.optimizer.moments(), old.step)
         new.step = old.step
-    _run(second, range(STEPS // 2, STEPS))
+    run(second, range(STEPS // 2, STEPS))
     gap = loss_gap([[losses[-1] for losses in side.losses] for side in (whole, second)])
     return _within("resumed against undisturbed, last losses", gap, LOSS_TOLERANCE[backbone.dtype])
 
@@ -112,7 +116,7 @@ def _trains(backbone: Backbone, load: Load, init: Matrices) -> Check:
     """One batch again and again: the loss of every task must fall, and stay a number."""
     again = Load("again", tuple((batches[0],) * STEPS for batches in load.tasks))
     side = engine_side(backbone, again, RECIPE, init)
-    _run(side, range(STEPS))
+    run(side, range(STEPS))
     fell = sum(losses[-1] < losses[0] for losses in side.losses)  # false for NaN
     first, last = (float(np.mean([losses[at] for losses in side.losses])) for at in (0, -1))
     return Check("training", fell == len(side.losses), f"mean loss {first:.3f} to {last:.3f}, fell in {fell} tasks")
@@ -143,7 +147,8 @@ def _decodes(backbone: Backbone, model: PreTrainedModel) -> Check:
     return Check("decoding", short < 1e-2, f"chosen logits at most {short:.1e} of their size below the largest")
 
 
-def _run(side: EngineSide, steps: range) -> None:
+def run(side: EngineSide, steps: range) -> None:
+    """Those steps of every task."""
     for step in steps:
         side.step(step)
 

@@ -39,8 +39,7 @@ _SLACK = 1.25  # where a starter watches, it is the one to say who does not answ
 def leading(place: RankPlace, run: RunSpec, layout: RankLayout, timeout_s: float) -> Iterator[Ranks]:
     """Rank 0's ranks, met and agreed. Raises RankError."""
     try:
-        device = device_of_rank(run.device, place.local, place.here)
-        channel, axis = _meet(place, run, device, timeout_s)
+        channel, axis, device = _meet(place, run, timeout_s)
     except RankError as error:
         raise place.diagnose(error) from error
     ranks = Ranks(channel, axis, layout, device=device, here=place.here, timeout_s=timeout_s, diagnose=place.diagnose)
@@ -58,8 +57,7 @@ def follow(place: RankPlace, run: RunSpec, timeout_s: float) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        device = device_of_rank(run.device, place.local, place.here)
-        channel, axis = _meet(place, run, device, timeout_s)
+        channel, axis, device = _meet(place, run, timeout_s)
         Follower(channel, axis, device=device, cache_dir=default_cache_dir()).run()
     except RankError as error:
         tell(f"error: {error}")
@@ -76,7 +74,9 @@ def follow(place: RankPlace, run: RunSpec, timeout_s: float) -> int:
     return 0
 
 
-def _meet(place: RankPlace, run: RunSpec, device: torch.device, timeout_s: float) -> tuple[Channel, TensorAxis]:
+def _meet(place: RankPlace, run: RunSpec, timeout_s: float) -> tuple[Channel, TensorAxis, torch.device]:
+    """How all ranks speak, and this one's device. Raises RankError, and ConfigError for a device that is not there."""
+    device = device_of_rank(run.device, place.local, place.here)
     if place.folder is not None:
         timeout_s *= _SLACK
     elif place.here == place.size:
@@ -89,7 +89,7 @@ def _meet(place: RankPlace, run: RunSpec, device: torch.device, timeout_s: float
         raise
     channel = open_channel(axis, range(place.size), timeout_s=timeout_s)
     _introduce(channel, run, device)
-    return channel, axis
+    return channel, axis, device
 
 
 def _taken(place: RankPlace) -> RankError:

@@ -78,7 +78,8 @@ class LocalEngine(Engine):
     recompute: as for `Engine`: less memory for more time, the same bits.
     keep_tokens: as for `Engine`: less time for more memory, the same bits.
     notice: told what takes a while, in words, and "" when that is done.
-    ranks: what holds the backbone together with this process, if anything does; each layer runs as transformers' own.
+    ranks: what holds the backbone together with this process, if anything does, each on a device of its own whatever
+        `device` says; each layer runs as transformers' own.
     """
 
     def __init__(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,6 +200,20 @@ def test_a_rank_that_differs_is_named(shell: Shell, project: Path, tiny_llama: P
     assert first.code == 1 and second.code == 1
     assert "error: rank 1: has another config than rank 0" in first.err and "Traceback" not in first.err
     assert not list(folder.rglob("adapter_model.safetensors"))
+
+
+def test_a_rank_ends_without_taking_the_interpreter_down() -> None:
+    """Which could abort it after all is done: threads of its group live as long as the process."""
+    told = 'import atexit; atexit.register(print, "taken down"); from muxtune.cli.main import main; main({})'
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for environment, taken_down in ((place, False), ({}, True)):
+        for arguments, code in ((["--version"], 0), (["train", "nowhere.yaml"], 2)):
+            command = [sys.executable, "-c", told.format(arguments)]
+            ended = subprocess.run(
+                command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+            )
+            assert ended.returncode == code and ("taken down" in ended.stdout) == taken_down, ended.stderr
+            assert ("muxtune " in ended.stdout) if code == 0 else ("nowhere.yaml" in ended.stderr)
 
 
 def test_what_does_not_go_together_is_said_before_anything_starts(

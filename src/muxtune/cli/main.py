@@ -6,6 +6,7 @@ tokenizers nor rich. Exit status: 0 done, 1 a job failed or a check said no, 2 u
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
@@ -15,6 +16,7 @@ import typer
 
 from muxtune.cli import config, data, doctor, export, models, plan, profile, sample, trace, train
 from muxtune.cli.errors import USAGE, print_bug, print_error
+from muxtune.cli.rank_place import end_process
 from muxtune.cli.terminal import flush_stdout, prepare_streams, tell
 from muxtune.errors import MuxTuneError, RankError
 
@@ -59,7 +61,7 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    sys.exit(run(arguments))
+    end_process(run(arguments), os.environ)
 
 
 def run(arguments: Sequence[str]) -> int:

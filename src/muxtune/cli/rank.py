@@ -28,7 +28,7 @@ from muxtune.errors import MuxTuneError, RankError
 from muxtune.models.cache import default_cache_dir
 from muxtune.parallel.channel import Channel, Message, open_channel
 from muxtune.parallel.layout import RankLayout
-from muxtune.parallel.mesh import TensorAxis, join, leave
+from muxtune.parallel.mesh import TensorAxis, join
 from muxtune.spec.run import RunSpec
 
 _SAME = ("muxtune", "torch", "transformers")
@@ -43,11 +43,8 @@ def leading(place: RankPlace, run: RunSpec, layout: RankLayout, timeout_s: float
     except RankError as error:
         raise place.diagnose(error) from error
     ranks = Ranks(channel, axis, layout, device=device, here=place.here, timeout_s=timeout_s, diagnose=place.diagnose)
-    try:
-        with ranks.leading():
-            yield ranks
-    finally:
-        leave()
+    with ranks.leading():
+        yield ranks
 
 
 def follow(place: RankPlace, run: RunSpec, timeout_s: float) -> int:
@@ -70,7 +67,6 @@ def follow(place: RankPlace, run: RunSpec, timeout_s: float) -> int:
         told = str(error) if isinstance(error, MuxTuneError) else brief(error)
         place.confess(RankError(f"failed: {told}", rank=place.rank))
         return 1
-    leave()
     return 0
 
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from muxtune.durable import write_durably
 from muxtune.errors import ConfigError, RankError
@@ -71,7 +72,7 @@ class RankPlace:
 
 def rank_place(environment: Mapping[str, str]) -> RankPlace | None:
     """None where this process is no rank, or the only one. Raises ConfigError for variables that make no sense."""
-    if not environment.keys() >= {"RANK", "WORLD_SIZE"} or not environment.keys() & {FOLDER, "MASTER_ADDR"}:
+    if not is_rank(environment):
         return None
     try:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -87,6 +88,20 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace | None:
         )
     folder = environment.get(FOLDER)
     return RankPlace(rank, size, here, local, Path(folder) if folder else None) if size > 1 else None
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this process was started as one of several, or the only one that could have been."""
+    return environment.keys() >= {"RANK", "WORLD_SIZE"} and bool(environment.keys() & {FOLDER, "MASTER_ADDR"})
+
+
+def end_process(status: int, environment: Mapping[str, str]) -> NoReturn:
+    """End with `status`, a rank at once: threads of the group that it has met may still be letting go of tensors, for
+    which they ask the interpreter, and where that is just being taken down the process aborts, whatever it has done."""
+    if is_rank(environment):
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def write_fate(folder: Path, rank: int, error: RankError) -> None:

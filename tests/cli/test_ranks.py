@@ -40,7 +40,7 @@ def start(project: Path, environment: Mapping[str, str]) -> Iterator[Start]:
         run.close()
 
 
-@pytest.fixture(scope="module", params=["tp", "pp"])
+@pytest.fixture(scope="module", params=["tp", pytest.param("pp", marks=pytest.mark.full)])
 def degree(request: pytest.FixtureRequest) -> str:
     """Over what two ranks split the model."""
     found: str = request.param
